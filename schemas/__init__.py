@@ -1,0 +1,1 @@
+"""Messages on the wire. Imports nothing of ours, no torch, no nats."""
