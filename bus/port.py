@@ -1,0 +1,205 @@
+"""The port to the log: what actors may ask of it. Adapters: `bus.jetstream` (real), `bus.memory` (tests, simulation).
+
+It promises what JetStream keeps and no more: acknowledged messages are durable and ordered within a stream; consumers
+deliver at least once, maybe out of order, maybe again after `ack_wait_s`, and acknowledgements can be forgotten; ids are
+de-duplicated by the broker within a window only. Who needs more builds it on ids and sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from bus.table import Consumer, Stream
+from schemas import Message, decode, parse_sample_id
+
+ID_HEADER = "Nats-Msg-Id"
+RUN_HEADER = "Rs-Run"
+VERSIONS_HEADER = "Rs-Versions"  # "<oldest>-<newest>" policy version, absent if the message has none
+
+
+class BusUnavailable(Exception):
+    """The log could not be reached within the deadline. The actor ends and its supervisor starts it again."""
+
+
+class BusFull(Exception):
+    """A stream has reached `bytes_max`, or the disk is full: nothing was stored, nothing was lost."""
+
+
+class Fenced(Exception):
+    """Another writer has written to a stream that only one may write. This writer is no longer the active one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ack:
+    """The log has stored a message at `seq`, or had it already (`duplicate`, then `seq` is that of the first)."""
+
+    seq: int
+    duplicate: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored message, not yet decoded. `seq` counts from 1 in its stream; `time_s` is the broker's, Unix seconds."""
+
+    stream: Stream
+    seq: int
+    key: str
+    headers: Mapping[str, str]
+    data: bytes
+    time_s: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """The message's id."""
+        return self.headers.get(ID_HEADER, "")
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version, from the header."""
+        oldest, _, newest = self.headers.get(VERSIONS_HEADER, "").partition("-")
+        return (int(oldest), int(newest)) if oldest.isdecimal() and newest.isdecimal() else None
+
+    @property
+    def sample(self) -> tuple[int, int] | None:
+        """`(group_id, index)` by the header, for messages that do not decode; None if the id names no sample."""
+        return parse_sample_id(self.id.partition("/")[0])
+
+    def message(self) -> Message:
+        """The decoded message. Raises `schemas.MalformedMessage`."""
+        return decode(self.data)
+
+
+class Delivery(Protocol):
+    """An entry given to one worker of a shared consumer, which now owes one of `ack`, `nak`, `term`."""
+
+    entry: Entry
+    deliveries: int  # 1 the first time
+
+    async def ack(self) -> None:
+        """It is done and its results are stored."""
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it to somebody, after `delay_s`."""
+
+    async def term(self) -> None:
+        """Never again: it was dead-lettered."""
+
+    async def in_progress(self) -> None:
+        """Still working: the `ack_wait_s` starts anew."""
+
+
+class Subscription(Protocol):
+    """A worker's end of a shared consumer. An async context manager; on exit, what it holds undelivered is given back."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def fetch(self, most: int, timeout_s: float) -> list[Delivery]:
+        """Up to `most` (>= 1) deliveries: waits for the first at most `timeout_s`, then takes what is there; [] if none.
+
+        At no time are more than `most` messages asked for and not yet returned, so a worker is never given more than it
+        has room for. Survives restarts of the server.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What a stream holds. `first_seq` is `last_seq + 1` if it is empty."""
+
+    first_seq: int
+    last_seq: int
+    messages: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """A consumer's backlog: `pending` not yet given out, `ack_pending` given out and not settled."""
+
+    pending: int
+    ack_pending: int
+    redelivered: int
+
+
+class Bus(Protocol):
+    """The log of one run."""
+
+    run: str
+
+    async def connect(self) -> None:
+        """Connect. Raises `schemas.UserError` with the remedy if the server cannot be reached or refuses us."""
+
+    async def close(self) -> None:
+        """Flush and disconnect."""
+
+    async def setup(self, ack_wait_s: float | None = None) -> None:
+        """Create the run's streams and consumers, or leave them as they are. `ack_wait_s` overrides the table's."""
+
+    async def exists(self) -> bool:
+        """Whether the run has been set up on this server."""
+
+    async def publish(self, message: Message) -> Ack:
+        """Store a message under its id; retries under the same id until stored.
+
+        Raises:
+            BusFull: the stream or disk is full.
+            BusUnavailable: not stored within `PUBLISH_DEADLINE_S`.
+        """
+
+    async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
+        """Store messages, all of one stream, in order directly after `last_seq`; returns the new last sequence.
+
+        Pipelined. A message that already stands at its place (by id) counts as stored, so a retry is safe.
+
+        Raises:
+            Fenced: something else stands there.
+            BusFull, BusUnavailable: as in `publish`.
+        """
+
+    async def dead_letter(self, entry: Entry, reason: str) -> None:
+        """Store an entry's raw bytes in the dead-letter stream, with the reason and where it came from as headers."""
+
+    def subscribe(self, consumer: Consumer) -> Subscription:
+        """A worker's end of a shared durable consumer."""
+
+    def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
+        """All entries from sequence `start` on, each once, in order, and then the new ones as they come; never ends.
+
+        No acknowledgements: the reader's position is its own. Survives restarts of the server.
+        """
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The entries at these sequences, in this order, fetched concurrently.
+
+        Raises:
+            LookupError: one of them is not there (purged, or never was).
+        """
+
+    async def last(self, stream: Stream, key: str = "") -> Entry | None:
+        """The newest entry, of that key for keyed streams; None if there is none."""
+
+    async def info(self, stream: Stream) -> StreamInfo:
+        """What the stream holds."""
+
+    async def backlog(self, consumer: Consumer) -> ConsumerInfo:
+        """What waits for the consumer's workers."""
+
+    async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
+        """Take the lease `name` if it is free; returns its revision, None if somebody holds it."""
+
+    async def renew(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
+        """Hold on to a lease; returns the new revision, None if it was lost."""
+
+    async def release(self, name: str, revision: int) -> None:
+        """Give a lease up, so that a standby need not wait for its end."""
+
+    async def beat(self, gauges: Mapping[str, Any]) -> None:
+        """Tell who listens how this actor is; plain data, lost if nobody does. Never raises, never waits."""
+
+    def beats(self) -> AsyncIterator[dict[str, Any]]:
+        """The gauges of all actors of the run as they come."""
+
+    async def purge(self, stream: Stream, below_seq: int) -> None:
+        """Delete entries below a sequence."""

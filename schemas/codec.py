@@ -1,0 +1,56 @@
+"""Messages to bytes and back.
+
+On the wire a message is the msgpack array `[type, type version, {field: value}]`. Unknown fields are ignored and
+missing ones take their defaults, so fields can be added; a changed meaning is a new type version with an upcaster.
+Decoding bounds every length before it allocates, since bytes come from other machines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from schemas.errors import MalformedMessage
+from schemas.fields import DATA_ITEMS_MAX
+from schemas.messages import TYPES, Message
+
+PAYLOAD_BYTES_MAX = 8_000_000  # below the 8 MB `max_payload` that we give the server
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        MalformedMessage: it is larger than `PAYLOAD_BYTES_MAX`.
+    """
+    packed: bytes = msgpack.packb([message.TYPE, message.TYPE_VERSION, message.packed()])
+    if len(packed) > PAYLOAD_BYTES_MAX:
+        raise MalformedMessage(f"{message.TYPE} {message.id} has {len(packed)} bytes; the limit is {PAYLOAD_BYTES_MAX}")
+    return packed
+
+
+def decode(payload: bytes) -> Message:
+    """The message in `payload`, checked.
+
+    Raises:
+        MalformedMessage: the bytes are no message that this version of the code knows.
+    """
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise MalformedMessage(f"the payload has {len(payload)} bytes; the limit is {PAYLOAD_BYTES_MAX}")
+    try:
+        # Array and map lengths are bounded, or nested headers that promise millions of items would allocate gigabytes.
+        envelope: Any = msgpack.unpackb(payload, max_array_len=DATA_ITEMS_MAX, max_map_len=DATA_ITEMS_MAX)
+    except Exception as error:  # msgpack raises a dozen kinds, UnicodeDecodeError and StackError among them
+        raise MalformedMessage(f"not msgpack: {type(error).__name__} {error}") from None
+    match envelope:
+        case [str(name), int(version), dict(fields)]:
+            pass
+        case _:
+            raise MalformedMessage("not an envelope [type, version, fields]")
+    kind = TYPES.get(name)
+    if kind is None:
+        raise MalformedMessage(f"unknown message type {name[:40]!r}")
+    if version != kind.TYPE_VERSION:
+        raise MalformedMessage(f"{name} has version {version}; this program reads version {kind.TYPE_VERSION}")
+    return kind.unpacked(fields)

@@ -1,0 +1,393 @@
+"""The messages of a run. One message is one sample, never a group or a token.
+
+Flow: controller -Prompt-> rollout worker -Rollout-> reward worker -Scored-> controller -Batch-> trainer
+-WeightVersion, StepDone-> everybody. Whoever ends a sample without training it writes `Dropped`.
+
+Ids derive from the inputs, so a message that is handled twice writes the same ids twice and the second is dropped.
+A `group_id` counts admitted groups from 0; a sample is `(group_id, index)` and its `sample_id` is `"<group>-<index>"`.
+A policy version counts optimizer steps: version 0 is the initial model, step i turns version i into i + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
+
+from schemas.errors import MalformedMessage
+from schemas.fields import (
+    Codec,
+    DoubleArray,
+    FloatArray,
+    IntArray,
+    LongArray,
+    Segments,
+    array,
+    choice,
+    data,
+    integer,
+    number,
+    numbers,
+    segments,
+    string,
+)
+
+Finish: TypeAlias = Literal["stop", "length"]
+Verdict: TypeAlias = Literal["scored", "timeout", "error", "invalid"]
+DropReason: TypeAlias = Literal[
+    "zero_variance", "filtered", "stale", "timeout", "error", "invalid", "group_too_small", "bad_prompt", "dead_letter",
+    "run_ended",
+]  # fmt: skip
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+ChatPrompt: TypeAlias = str | list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Message:
+    """The base of all messages: checks its fields when built, compares by value."""
+
+    TYPE: ClassVar[str] = ""
+    TYPE_VERSION: ClassVar[int] = 1
+    _codecs: ClassVar[dict[str, Codec]] = {}
+
+    def __post_init__(self) -> None:
+        for name, codec in self._codecs.items():
+            try:
+                object.__setattr__(self, name, codec.check(getattr(self, name)))
+            except MalformedMessage as error:
+                raise MalformedMessage(f"{self.TYPE}.{name} {error.reason}") from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Message) and type(self) is type(other) and self.packed() == other.packed()
+
+    def __hash__(self) -> int:
+        return hash((self.TYPE, self.id))
+
+    @property
+    def id(self) -> str:
+        """The id under which readers drop duplicates within a stream."""
+        raise NotImplementedError
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version in the message, for the headers; None if it has none."""
+        return None
+
+    def packed(self) -> dict[str, Any]:
+        """The fields as plain msgpack values."""
+        return {name: codec.pack(getattr(self, name)) for name, codec in self._codecs.items()}
+
+    @classmethod
+    def unpacked(cls, fields: dict[Any, Any]) -> Self:
+        """The message with these packed fields. Raises `MalformedMessage`."""
+        values: dict[str, Any] = {}
+        for name, codec in cls._codecs.items():
+            if name in fields:
+                try:
+                    values[name] = codec.unpack(fields[name])
+                except MalformedMessage as error:
+                    raise MalformedMessage(f"{cls.TYPE}.{name} {error.reason}") from None
+        try:
+            return cls(**values)
+        except TypeError as error:  # a field without a default is missing
+            raise MalformedMessage(f"{cls.TYPE}: {error}") from None
+
+
+TYPES: dict[str, type[Message]] = {}
+
+
+def _register(cls: type[Message]) -> type[Message]:
+    cls._codecs = {field.name: field.metadata["codec"] for field in dataclasses.fields(cls)}
+    TYPES[cls.TYPE] = cls
+    return cls
+
+
+def sample_id(group_id: int, index: int) -> str:
+    """`sample_id(12, 3) == "12-3"`."""
+    return f"{group_id}-{index}"
+
+
+def parse_sample_id(value: str) -> tuple[int, int] | None:
+    """`(group_id, index)` of a sample id, None if it is none. For reading headers of messages that do not decode."""
+    group, _, index = value.partition("-")
+    return (int(group), int(index)) if group.isdecimal() and index.isdecimal() else None
+
+
+def oldest_and_newest(pairs: Segments) -> tuple[int, int] | None:
+    """The oldest and newest policy version in run-length coded segments, None if there is no token."""
+    if not pairs:
+        return None
+    return min(version for version, _ in pairs), max(version for version, _ in pairs)
+
+
+def _covers(pairs: Segments, tokens: int, name: str) -> None:
+    if sum(count for _, count in pairs) != tokens:
+        raise MalformedMessage(f"{name} cover {sum(count for _, count in pairs)} tokens of {tokens}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample(Message):
+    """What all messages about one sample share."""
+
+    group_id: int = integer()
+    index: int = integer(0, 1 << 20)
+
+    @property
+    def sample_id(self) -> str:
+        """`"<group_id>-<index>"`."""
+        return sample_id(self.group_id, self.index)
+
+    @property
+    def id(self) -> str:
+        """The sample's id: a sample has one message of each type."""
+        return self.sample_id
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt(Sample):
+    """Controller → rollout workers: generate sample `index` of group `group_id`.
+
+    Example: `Prompt(group_id=12, index=3, group_size=8, prompt="2+3=", task={"answer": "5"}, seed=7, min_version=4)`.
+    `prompt` is text, or chat messages `[{"role": "user", "content": "..."}]` for the model's chat template.
+    `task` is the data row for the reward function. No token of the sample may come from a version below `min_version`.
+    """
+
+    TYPE: ClassVar[str] = "prompt"
+    group_size: int = integer(1, 1 << 20)
+    prompt: ChatPrompt = data()
+    task: dict[str, Any] = data()
+    seed: int = integer()
+    min_version: int = integer()
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The version asked for."""
+        return self.min_version, self.min_version
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partial(Sample):
+    """Rollout worker → rollout workers: the newest known prefix of an unfinished sample.
+
+    `tokens` int32[T], `logprobs` float32[T] of the behaviour policy, `segments` cover T. `worker` made it.
+    """
+
+    TYPE: ClassVar[str] = "partial"
+    tokens: IntArray = array("<i4")
+    logprobs: FloatArray = array("<f4")
+    segments: Segments = segments()
+    worker: str = string(200, "")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _same_length(self.tokens, self.logprobs, "partial")
+        _covers(self.segments, len(self.tokens), "partial.segments")
+
+    @property
+    def id(self) -> str:
+        """A longer prefix is another message."""
+        return f"{self.sample_id}/{len(self.tokens)}"
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of its tokens."""
+        return oldest_and_newest(self.segments)
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout(Sample):
+    """Rollout worker → reward workers, and by sequence → trainer ranks: a finished sample.
+
+    `prompt_tokens` int32[P], `tokens` int32[T], `logprobs` float32[T]: log-probabilities under the behaviour policy,
+    the distribution that was really sampled. `segments` cover T. `text` is the decoded response, so that nobody behind
+    needs a tokenizer. `seconds` runs from the prompt's arrival to the last token, `resumed` counts the hand-overs.
+    """
+
+    TYPE: ClassVar[str] = "rollout"
+    group_size: int = integer(1, 1 << 20)
+    prompt: ChatPrompt = data()
+    task: dict[str, Any] = data()
+    prompt_tokens: IntArray = array("<i4")
+    tokens: IntArray = array("<i4")
+    logprobs: FloatArray = array("<f4")
+    segments: Segments = segments()
+    finish: Finish = choice("stop", "length")
+    text: str = string()
+    worker: str = string(200, "")
+    seconds: float = number(0.0)
+    resumed: int = integer(default=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _same_length(self.tokens, self.logprobs, "rollout")
+        _covers(self.segments, len(self.tokens), "rollout.segments")
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of its tokens."""
+        return oldest_and_newest(self.segments)
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored(Sample):
+    """Reward worker → controller: the verdict on the rollout at sequence `rollout_seq` of the rollouts stream.
+
+    It refers to the rollout and does not repeat its tokens. `reward` is None unless the verdict is `scored`: a timeout
+    or an error is never a 0. `parts` are named shares of the reward, for logs.
+    """
+
+    TYPE: ClassVar[str] = "scored"
+    group_size: int = integer(1, 1 << 20)
+    rollout_seq: int = integer(1)
+    prompt_length: int = integer()
+    segments: Segments = segments()
+    finish: Finish = choice("stop", "length")
+    verdict: Verdict = choice("scored", "timeout", "error", "invalid")
+    reward: float | None = number(optional=True)
+    parts: dict[str, float] = numbers(())
+    detail: str = string(4000, "")
+    seconds: float = number(0.0)
+    worker: str = string(200, "")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.reward is None) == (self.verdict == "scored"):
+            raise MalformedMessage(f"scored: a verdict {self.verdict} cannot come with the reward {self.reward}")
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of its tokens."""
+        return oldest_and_newest(self.segments)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the response."""
+        return sum(count for _, count in self.segments)
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dropped(Sample):
+    """Anybody → controller, people: the terminal record of a sample that will never be trained, and what it cost."""
+
+    TYPE: ClassVar[str] = "dropped"
+    reason: DropReason = choice(*DROP_REASONS)
+    tokens: int = integer(default=0)
+    detail: str = string(4000, "")
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch(Message):
+    """Controller → every trainer rank: the write-ahead record of optimizer step `step`.
+
+    Parallel arrays of n samples: `group_ids` int64[n], `indices` int32[n], `rollout_seqs` int64[n] (where the tokens
+    are), `rewards` float64[n]. A token of version w is trained iff `step - w <= max_staleness`; every rank derives that
+    mask alike.
+
+    The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
+    ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very
+    decision ended, as pairs `[sample_id, reason]`. `seen` are statistics of all samples scored since the last batch.
+    """
+
+    TYPE: ClassVar[str] = "batch"
+    step: int = integer()
+    max_staleness: int = integer()
+    group_ids: LongArray = array("<i8")
+    indices: IntArray = array("<i4")
+    rollout_seqs: LongArray = array("<i8")
+    rewards: DoubleArray = array("<f8")
+    next_group: int = integer()
+    live_groups: LongArray = array("<i8", ())
+    marks: dict[str, float] = numbers(())
+    dropped: list[list[str]] = data(())
+    seen: dict[str, float] = numbers(())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not len(self.group_ids) == len(self.indices) == len(self.rollout_seqs) == len(self.rewards):
+            raise MalformedMessage("batch: its arrays differ in length")
+
+    @property
+    def id(self) -> str:
+        """The step."""
+        return str(self.step)
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """The ids of its samples, in order."""
+        return [
+            sample_id(group, index) for group, index in zip(self.group_ids.tolist(), self.indices.tolist(), strict=True)
+        ]
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightVersion(Message):
+    """Trainer rank 0 → everybody: the weights of `version` are at `path`, relative to the run's weight store.
+
+    `digest` is that of the file's bytes. `kind` full: `base` is -1. Bytes are written first, this event after them.
+    """
+
+    TYPE: ClassVar[str] = "weights"
+    version: int = integer(0, 1 << 31)
+    kind: Literal["full", "delta"] = choice("full", "delta", default="full")
+    base: int = integer(-1, 1 << 31, default=-1)
+    path: str = string(1000)
+    digest: str = string(200)
+    nbytes: int = integer()
+
+    @property
+    def id(self) -> str:
+        """The version."""
+        return str(self.version)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Itself."""
+        return self.version, self.version
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepDone(Message):
+    """Trainer rank 0 → everybody: step `step` is done and made `version`.
+
+    `staleness` int64[k]: how many trained tokens were i versions old. `metrics` by the field's names, times in seconds.
+    """
+
+    TYPE: ClassVar[str] = "step"
+    step: int = integer()
+    version: int = integer()
+    metrics: dict[str, float] = numbers()
+    staleness: LongArray = array("<i8", ())
+
+    @property
+    def id(self) -> str:
+        """The step."""
+        return str(self.step)
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Control(Message):
+    """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join."""
+
+    TYPE: ClassVar[str] = "control"
+    action: Literal["start", "pause", "resume", "stop"] = choice("start", "pause", "resume", "stop")
+    nonce: str = string(100)
+    recipe: str = string(default="")
+    detail: str = string(4000, "")
+
+    @property
+    def id(self) -> str:
+        """Each control message is its own."""
+        return f"{self.action}/{self.nonce}"
+
+
+def _same_length(tokens: IntArray, logprobs: FloatArray, name: str) -> None:
+    if len(tokens) != len(logprobs):
+        raise MalformedMessage(f"{name} has {len(tokens)} tokens and {len(logprobs)} logprobs")
