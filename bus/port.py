@@ -1,8 +1,8 @@
 """The port to the log: what actors may ask of it. Adapters: `bus.jetstream` (real), `bus.memory` (tests, simulation).
 
 It promises what JetStream keeps and no more: acknowledged messages are durable and ordered within a stream; consumers
-deliver at least once, maybe out of order, maybe again after `ack_wait_s`, and acknowledgements can be forgotten; ids are
-de-duplicated by the broker within a window only. Who needs more builds it on ids and sequences.
+deliver at least once, maybe out of order, maybe again after `ack_wait_s`, and acknowledgements can be forgotten; the
+broker de-duplicates ids within a window only. Who needs more builds it on ids and sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ack:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored message, not yet decoded. `seq` counts from 1 in its stream; `time_s` is the broker's, Unix seconds."""
+    """One stored message, not yet decoded. `seq` counts from 1 in its stream; `time_s` is the broker's Unix time."""
 
     stream: Stream
     seq: int
@@ -91,13 +91,13 @@ class Delivery(Protocol):
 
 
 class Subscription(Protocol):
-    """A worker's end of a shared consumer. An async context manager; on exit, what it holds undelivered is given back."""
+    """A worker's end of a shared consumer: an async context manager that on exit gives back what it still holds."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def fetch(self, most: int, timeout_s: float) -> list[Delivery]:
-        """Up to `most` (>= 1) deliveries: waits for the first at most `timeout_s`, then takes what is there; [] if none.
+        """Up to `most` (>= 1) deliveries: waits at most `timeout_s` for the first, takes what is there; [] if none.
 
         At no time are more than `most` messages asked for and not yet returned, so a worker is never given more than it
         has room for. Survives restarts of the server.

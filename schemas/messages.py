@@ -41,7 +41,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 ChatPrompt: TypeAlias = str | list[dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Message:
     """The base of all messages: checks its fields when built, compares by value."""
 
@@ -124,7 +124,7 @@ def _covers(pairs: Segments, tokens: int, name: str) -> None:
         raise MalformedMessage(f"{name} cover {sum(count for _, count in pairs)} tokens of {tokens}")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Sample(Message):
     """What all messages about one sample share."""
 
@@ -143,7 +143,7 @@ class Sample(Message):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Prompt(Sample):
     """Controller → rollout workers: generate sample `index` of group `group_id`.
 
@@ -166,7 +166,7 @@ class Prompt(Sample):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Partial(Sample):
     """Rollout worker → rollout workers: the newest known prefix of an unfinished sample.
 
@@ -196,7 +196,7 @@ class Partial(Sample):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Rollout(Sample):
     """Rollout worker → reward workers, and by sequence → trainer ranks: a finished sample.
 
@@ -231,7 +231,7 @@ class Rollout(Sample):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Scored(Sample):
     """Reward worker → controller: the verdict on the rollout at sequence `rollout_seq` of the rollouts stream.
 
@@ -269,7 +269,7 @@ class Scored(Sample):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Dropped(Sample):
     """Anybody → controller, people: the terminal record of a sample that will never be trained, and what it cost."""
 
@@ -280,7 +280,7 @@ class Dropped(Sample):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Message):
     """Controller → every trainer rank: the write-ahead record of optimizer step `step`.
 
@@ -325,7 +325,7 @@ class Batch(Message):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WeightVersion(Message):
     """Trainer rank 0 → everybody: the weights of `version` are at `path`, relative to the run's weight store.
 
@@ -352,7 +352,7 @@ class WeightVersion(Message):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepDone(Message):
     """Trainer rank 0 → everybody: step `step` is done and made `version`.
 
@@ -372,7 +372,7 @@ class StepDone(Message):
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Control(Message):
     """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join."""
 
