@@ -1,0 +1,1 @@
+"""The controller: admits groups of prompts, forms batches."""

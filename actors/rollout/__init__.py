@@ -1,0 +1,1 @@
+"""Rollout workers: generate samples, and go on with them across weight updates."""
