@@ -1,0 +1,111 @@
+"""Runs the user's reward function in processes that can be killed, and turns whatever happens into a verdict."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from actors.reward.config import RewardConfig
+from actors.reward.frames import REQUEST_BYTES_MAX, pack
+from actors.reward.process import ChildLost, ChildSilent, RewardProcess
+from actors.reward.verdict import RewardRequest, Verdict
+from schemas.errors import UserError
+
+
+class PoolClosed(Exception):
+    """The pool was closed before the request was answered; there is no verdict, and none must be recorded."""
+
+
+class RewardPool:
+    """At most `config.children` processes, each started when first needed and asked one thing at a time.
+
+    Further requests wait, in the order in which they came. `base` is the recipe's folder, where relative paths start.
+    """
+
+    def __init__(self, config: RewardConfig, base: Path | None = None) -> None:
+        self._config = config
+        self._base = base
+        self._slots = asyncio.Semaphore(config.children)  # wakes its waiters in order
+        self._idle: list[RewardProcess] = []
+        self._alive: set[RewardProcess] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start one child, so that a function that cannot be loaded is known at once. Raises `UserError`."""
+        remedy = "Mend what it does when it is imported, or raise reward.start_timeout_s."
+        async with self._slots:
+            try:
+                self._idle.append(await self._new_child())
+            except ChildLost as error:
+                message = f"the process that loads the reward function '{self._config.function}' ended: {error}."
+                raise UserError(message, remedy) from error
+            except ChildSilent as error:
+                limit = f"{self._config.start_timeout_s:g} s"
+                message = f"loading the reward function '{self._config.function}' took more than {limit}."
+                raise UserError(message, remedy) from error
+
+    async def score(self, request: RewardRequest) -> Verdict:
+        """Score one sample: call the function until it answers, at most `1 + retries` times.
+
+        Every failure is a verdict; nothing is raised but `PoolClosed`. If the caller is cancelled, the call is killed.
+        """
+        async with self._slots:
+            attempt = 0
+            while True:
+                attempt += 1
+                verdict = await self._attempt(request)
+                if verdict.status in ("scored", "invalid") or attempt > self._config.retries:
+                    return replace(verdict, attempts=attempt) if attempt > 1 else verdict
+
+    async def close(self) -> None:
+        """Kill all children, with whatever they are doing; requests not yet answered raise `PoolClosed`."""
+        self._closed = True
+        await asyncio.gather(*(self._discard(child) for child in list(self._alive)))
+        for _ in range(self._config.children):  # the requests under way, and those that wait, find the pool closed
+            await self._slots.acquire()
+
+    async def _attempt(self, request: RewardRequest) -> Verdict:
+        config = self._config
+        if self._closed:
+            raise PoolClosed
+        child = None
+        try:
+            child = self._idle.pop() if self._idle else await self._new_child()
+            try:
+                body = pack({name: getattr(request, name) for name in child.keywords})
+                if len(body) > REQUEST_BYTES_MAX:
+                    raise ValueError(f"{len(body)} bytes exceed the limit of {REQUEST_BYTES_MAX}")
+            except (TypeError, ValueError, OverflowError) as error:
+                verdict = Verdict("error", detail=f"the sample cannot be sent to the reward function: {error}")
+            else:
+                verdict = await child.ask(body, config.timeout_s, config.start_timeout_s)
+            self._idle.append(child)
+            child = None
+            return verdict
+        except ChildSilent as error:
+            seconds = config.timeout_s if child else config.start_timeout_s
+            what = "the reward function gave no answer" if child else "the reward process did not start"
+            last = f"; last output: {error}" if str(error) else ""
+            return Verdict("timeout", detail=f"{what} within {seconds:g} s{last}", seconds=seconds)
+        except (ChildLost, UserError) as error:
+            if self._closed:
+                raise PoolClosed from error
+            return Verdict("error", detail=f"the reward process failed: {error}")
+        finally:
+            if child is not None:
+                await self._discard(child)
+
+    async def _new_child(self) -> RewardProcess:
+        child = await RewardProcess.spawn(self._config.function, self._base)
+        self._alive.add(child)
+        try:
+            if self._closed:  # it was, while the process started
+                raise PoolClosed
+            await child.load(self._config.start_timeout_s)
+        except BaseException:
+            await self._discard(child)
+            raise
+        return child
+
+    async def _discard(self, child: RewardProcess) -> None:
+        self._alive.discard(child)
+        await child.kill()

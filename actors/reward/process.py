@@ -1,0 +1,160 @@
+"""One reward process, as its parent sees it: started, asked one thing at a time, killed with all that it started."""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from actors.reward.frames import DETAIL_CHARS_MAX, HEADER, REPLY_BYTES_MAX, frame, unpack
+from actors.reward.verdict import Verdict
+from schemas.errors import UserError
+
+OUTPUT_BYTES_KEPT = 2048
+_KILL_TIMEOUT_S = 2.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class ChildLost(Exception):
+    """The process died, or broke the protocol, before it answered. The text says how, with the last line it wrote."""
+
+
+class ChildSilent(Exception):
+    """The process did not answer in time. The text is the last line that it wrote."""
+
+
+class RewardProcess:
+    """A child. `spawn` it, `load` it, then `ask` it; after `ChildLost` or `ChildSilent` only `kill` is left to do."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.keywords: frozenset[str] = frozenset()
+        """What the function takes, of a request's fields."""
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._output = b""
+        self._reader = asyncio.create_task(self._keep_output())
+
+    @classmethod
+    async def spawn(cls, spec: str, base: Path | None) -> "RewardProcess":
+        """Start a child for the function `spec`; it is not ready before `load`."""
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = await asyncio.create_subprocess_exec(
+            # -P: the current folder must not shadow our packages; -u: what it prints is seen even if it is killed
+            *(sys.executable, "-P", "-u", "-m", "actors.reward.child"),
+            *(spec, str(base or ""), str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},  # several children share the cores
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def load(self, timeout_s: float) -> None:
+        """Wait until the child has loaded the function.
+
+        Raises `UserError` if it cannot, `ChildLost` if the child dies over it, `ChildSilent` after `timeout_s`.
+        """
+        async with self._deadline(timeout_s):
+            loaded = await self._reply()
+        if "message" in loaded:
+            raise UserError(str(loaded["message"]), str(loaded.get("remedy", "")))
+        self.keywords = frozenset(map(str, loaded.get("keywords", ())))
+
+    async def ask(self, body: bytes, timeout_s: float, start_timeout_s: float) -> Verdict:
+        """The child's verdict on one request. `timeout_s` counts from the start of the function's call.
+
+        Raises `ChildSilent` and `ChildLost`.
+        """
+        async with self._deadline(start_timeout_s) as deadline:
+            self._stdin.write(frame(body))
+            await self._stdin.drain()
+            await self._frame()  # the call has begun
+            deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
+            return _verdict(await self._reply())
+
+    async def kill(self) -> None:
+        """Kill the child with all that it started, at once, and wait until they are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()  # the guard does the rest
+        try:
+            await asyncio.wait_for(self._process.wait(), _KILL_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        # There is no public way to close the pipes, and one with unread bytes in it would stay open.
+        self._process._transport.close()  # type: ignore[attr-defined]
+        await self._reader
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                yield deadline
+        except TimeoutError:
+            raise ChildSilent(self.last_line()) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildLost(await self._epitaph()) from None
+        except ValueError as error:
+            raise ChildLost(f"it broke the protocol: {error}") from error
+
+    async def _reply(self) -> dict[str, Any]:
+        reply = await self._frame()
+        if not isinstance(reply, dict):
+            raise ValueError(f"a reply of type {type(reply).__name__}")
+        return reply
+
+    async def _frame(self) -> Any:
+        (length,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
+        if length > REPLY_BYTES_MAX:
+            raise ValueError(f"a reply of {length} bytes")
+        return unpack(await self._stdout.readexactly(length))
+
+    async def _epitaph(self) -> str:
+        """How the child ended. Called when its pipe has closed, so that its end is near."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _KILL_TIMEOUT_S)
+        code = self._process.returncode
+        if code is None:
+            how = "it closed its pipe"
+        else:
+            sign = -code if code < 0 else code - 128  # the guard's own end, or the worker's as the guard reports it
+            known = sign in {int(s) for s in signal.Signals}
+            how = f"it was killed by {signal.Signals(sign).name}" if known else f"it exited with status {code}"
+        return f"{how}; last output: {line}" if (line := self.last_line()) else how
+
+    def last_line(self) -> str:
+        """The last line that the child printed, of the 2 kB that are kept; empty if there is none."""
+        lines = self._output.decode(errors="replace").split("\n")
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    async def _keep_output(self) -> None:
+        """Read all that the child prints, so that it never blocks on a full pipe, and keep the end of it."""
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(1 << 16):
+            self._output = (self._output + chunk)[-OUTPUT_BYTES_KEPT:]
+
+
+def _verdict(reply: dict[str, Any]) -> Verdict:
+    """Raises `ValueError` unless the reply is a verdict: the user's code shares the child and could have written it."""
+    status, reward, parts = reply.get("status"), reply.get("reward"), reply.get("parts", {})
+    detail, seconds = reply.get("detail"), reply.get("seconds")
+
+    def finite(number: object) -> TypeGuard[float]:
+        return isinstance(number, float) and math.isfinite(number)
+
+    if (
+        status not in ("scored", "error", "invalid")
+        or (status == "scored") != finite(reward)
+        or not (isinstance(parts, dict) and all(isinstance(k, str) and finite(v) for k, v in parts.items()))
+        or not isinstance(detail, str)
+        or not finite(seconds)
+    ):
+        raise ValueError("a reply that is no verdict")
+    return Verdict(status, reward, parts, detail[:DETAIL_CHARS_MAX], seconds)

@@ -1,0 +1,50 @@
+"""What a reward function is asked, and what came of asking it: values, never exceptions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["scored", "timeout", "error", "invalid"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """One finished sample, as a reward function sees it.
+
+    Example: `RewardRequest("g7/0", "What is 2+3?", "5", "stop", {"answer": "5"})`.
+    """
+
+    sample_id: str
+    prompt: str | Sequence[Mapping[str, Any]]
+    """Text, or chat messages `{"role": ..., "content": ...}`."""
+    response: str
+    """The decoded text of the reply, without special tokens."""
+    finish: Literal["stop", "length"]
+    """Whether the reply ended by itself or was cut at its token limit."""
+    task: Mapping[str, Any]
+    """The data row that the prompt came from, with its `answer` and whatever else the row holds."""
+    tokens: Sequence[int] | None = None
+    """The reply's token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one request.
+
+    `scored`: the function gave a finite number. `timeout`: it did not answer in time and was killed. `error`: it
+    raised, or its process died. `invalid`: it returned something that is no finite number. Only `scored` has a reward;
+    the others are never read as 0.
+
+    Example: `Verdict("scored", 1.0, {"format": 0.5}, "", seconds=0.0001, attempts=1)`.
+    """
+
+    status: Status
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for logging; all finite."""
+    detail: str = ""
+    """One short line for people: what went wrong. Empty if nothing did."""
+    seconds: float = 0.0
+    """Wall seconds that the last attempt's call took."""
+    attempts: int = 1
+    """Calls made, retries included."""
