@@ -1,0 +1,303 @@
+"""The controller's core: a fold over the log, and the decisions that follow from it. Pure: no bus, no clock.
+
+Facts come in by `saw_*`, decisions go out by `decide`; the actor publishes them. Every decision is either fenced
+(prompts, batches) or follows from the log alone (drops), so that a successor, or a second controller, decides the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from actors.controller.batcher import Selection, select
+from actors.controller.config import ControllerConfig
+from actors.controller.groups import Group, answer_of
+from schemas import Batch, Dropped, DropReason, Scored, sample_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    """Publish the prompts of these indices of a group, promising tokens of `min_version` or newer."""
+
+    group_id: int
+    indices: tuple[int, ...]
+    min_version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """To be published in this order: the batch, the drops, the admissions."""
+
+    batch: Batch | None = None
+    drops: tuple[Dropped, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.batch is not None or bool(self.drops) or bool(self.admissions)
+
+
+class Pace:
+    """How many groups to keep live: enough that the trainer never waits, no more, since what waits grows stale.
+
+    Others measured that a pipeline filled to the bound sits at the bound and throws tokens away, and that one paced by
+    the trainer sits near staleness 1. Additive: up when a batch comes late, down when a whole batch is left over.
+    """
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self.low = config.batch_groups
+        self.high = (config.max_staleness + 1) * config.batch_groups
+        self.step = max(1, config.batch_groups // 8)
+        self.limit = min(2 * self.low, self.high) if config.pace else self.high
+        self.fixed = not config.pace
+
+    def batch_formed(self, trainer_waited: bool, ready_left: int) -> None:
+        """Adapt after a batch: the trainer had nothing to do, or `ready_left` complete groups remain."""
+        if self.fixed:
+            return
+        if trainer_waited:
+            self.limit = min(self.high, self.limit + self.step)
+        elif ready_left >= self.low:
+            self.limit = max(self.low, self.limit - self.step)
+
+
+class ControllerCore:
+    """State of the run as the log tells it. Live groups are those admitted and neither trained nor dropped."""
+
+    def __init__(self, config: ControllerConfig, steps: int, last_batch: Batch | None = None) -> None:
+        self.config = config
+        self.steps = steps
+        self.pace = Pace(config)
+        self.newest_version = -1  # no weights yet: nothing may be admitted
+        self.next_step = last_batch.step + 1 if last_batch else 0
+        self.next_group = last_batch.next_group if last_batch else 0
+        self.live: dict[int, Group] = {}
+        self.dropped_groups = 0
+        self.paused = False
+        self._may_be_live = set(last_batch.live_groups.tolist()) if last_batch else set()
+        self._fold_from = self.next_group
+        self._drops: list[Dropped] = drops_of(last_batch) if last_batch else []
+        self._read = {name: int(last_batch.marks.get(name, 1)) - 1 if last_batch else 0 for name in MARKS}
+        self._seen = _Seen()
+
+    # --- facts
+
+    def saw_prompt(self, seq: int, group_id: int, index: int, min_version: int) -> None:
+        """A prompt stands in the log: ours, or that of a predecessor."""
+        self._read["prompts"] = max(self._read["prompts"], seq)
+        if group_id < self._fold_from and group_id not in self._may_be_live:
+            return  # it had ended when the last batch was formed
+        group = self.live.get(group_id)
+        if group is None:
+            group = Group(group_id, self.config.group_size, min_version, first_prompt_seq=seq)
+            self.live[group_id] = group
+        group.prompted.add(index)
+        self.next_group = max(self.next_group, group_id + 1)
+
+    def saw_scored(self, seq: int, scored: Scored) -> None:
+        """A verdict. Those on samples that have ended or are known are dropped: redeliveries beyond the window."""
+        self._read["scored"] = max(self._read["scored"], seq)
+        group = self.live.get(scored.group_id)
+        if group is None or scored.index in group.answers or scored.index in group.lost:
+            return
+        if group.first_scored_seq is None:
+            group.first_scored_seq = seq
+        answer = answer_of(scored)
+        if answer is not None:
+            group.answers[scored.index] = answer
+        elif scored.verdict != "scored":
+            self._end_sample(group, scored.index, scored.verdict, scored.length, scored.detail)
+        self._settle(group)
+
+    def saw_dropped(self, seq: int, dropped: Dropped) -> None:
+        """Somebody ended a sample: a worker that could not handle it, or we."""
+        self._read["dropped"] = max(self._read["dropped"], seq)
+        group = self.live.get(dropped.group_id)
+        if group is None or dropped.index in group.lost:
+            return
+        if group.first_dropped_seq is None:
+            group.first_dropped_seq = seq
+        group.answers.pop(dropped.index, None)
+        group.lost.add(dropped.index)
+        if dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
+            self._end_group(group, dropped.reason)
+        else:
+            self._settle(group)
+
+    def saw_own_prompts(self, last_seq: int) -> None:
+        """Our admissions stand in the log up to `last_seq`."""
+        self._read["prompts"] = max(self._read["prompts"], last_seq)
+
+    def saw_weights(self, version: int) -> None:
+        """The trainer published a version."""
+        self.newest_version = max(self.newest_version, version)
+
+    # --- decisions
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step's weights are published."""
+        return self.newest_version >= self.steps
+
+    @property
+    def bound(self) -> int:
+        """Most groups that may be live or trained now: `(η + v + 1) * B`, and never more than the run will train."""
+        ahead = self.config.max_staleness + self.newest_version + 1 if self.newest_version >= 0 else 0
+        return min(ahead, self.steps) * self.config.batch_groups
+
+    @property
+    def ready_groups(self) -> int:
+        """Live groups whose samples are all scored or dropped."""
+        return sum(group.complete for group in self.live.values())
+
+    def decide(self) -> Decision:
+        """What follows from the facts so far. The caller publishes it and asks again, until there is nothing."""
+        batch = self._form_batch()
+        if self.next_step >= self.steps:
+            for group in list(self.live.values()):
+                self._end_group(group, "run_ended")
+        drops, self._drops = tuple(self._drops), []
+        return Decision(batch, drops, self._admit())
+
+    def _admit(self) -> tuple[Admission, ...]:
+        out = []
+        for group in self.live.values():  # a predecessor ended in the midst of a group
+            missing = tuple(index for index in range(group.size) if index not in group.prompted)
+            if missing:
+                out.append(Admission(group.group_id, missing, group.min_version))
+                group.prompted.update(missing)
+        trained = self.next_step * self.config.batch_groups
+        while not self.paused and len(self.live) < self.pace.limit and len(self.live) + trained < self.bound:
+            group = Group(
+                self.next_group, self.config.group_size, self.newest_version, first_prompt_seq=self._read["prompts"] + 1
+            )
+            group.prompted.update(range(group.size))
+            self.live[group.group_id] = group
+            self.next_group += 1
+            out.append(Admission(group.group_id, tuple(range(group.size)), group.min_version))
+        return tuple(out)
+
+    def _form_batch(self) -> Batch | None:
+        step = self.next_step
+        # One batch ahead of the trainer: it finds the next one when it is done, and no more grows old in the queue.
+        if step >= self.steps or self.newest_version < step - 1:
+            return None
+        config = self.config
+        selection = select(self.live.values(), step, config.batch_groups, config.max_staleness, config.on_stale)
+        for group in selection.dead:
+            self._end_group(group, "stale")
+        if not selection.groups:
+            return None
+        batch = self._batch(step, selection)
+        self.next_step += 1
+        self._drops.extend(drops_of(batch))
+        self._seen = _Seen()
+        self.pace.batch_formed(self.newest_version >= step, self.ready_groups)
+        return batch
+
+    def _batch(self, step: int, selection: Selection) -> Batch:
+        rows: list[tuple[Group, int]] = []
+        dropped: list[list[str]] = []
+        for group in selection.groups:
+            stale = set(selection.stale.get(group.group_id, ()))
+            dropped.extend(
+                [sample_id(group.group_id, index), "stale", str(group.answers[index].length)] for index in stale
+            )
+            rows.extend((group, index) for index in sorted(group.answers) if index not in stale)
+            self._seen.count(group)
+            del self.live[group.group_id]
+        answers = [group.answers[index] for group, index in rows]
+        return Batch(
+            step=step,
+            max_staleness=self.config.max_staleness,
+            group_ids=np.array([group.group_id for group, _ in rows], "<i8"),
+            indices=np.array([index for _, index in rows], "<i4"),
+            rollout_seqs=np.array([answer.rollout_seq for answer in answers], "<i8"),
+            rewards=np.array([answer.reward for answer in answers], "<f8"),
+            next_group=self.next_group,
+            live_groups=np.array(sorted(self.live), "<i8"),
+            marks=self._marks(),
+            dropped=dropped,
+            seen=self._seen.means(),
+        )
+
+    def _marks(self) -> dict[str, float]:
+        """From which sequence on each stream concerns live groups."""
+        marks = {name: seq + 1 for name, seq in self._read.items()}
+        for group in self.live.values():
+            marks["prompts"] = min(marks["prompts"], group.first_prompt_seq)
+            if group.first_scored_seq is not None:
+                marks["scored"] = min(marks["scored"], group.first_scored_seq)
+            if group.first_dropped_seq is not None:
+                marks["dropped"] = min(marks["dropped"], group.first_dropped_seq)
+        return {name: float(seq) for name, seq in marks.items()}
+
+    def _settle(self, group: Group) -> None:
+        """End a complete group that is not worth training."""
+        if not group.complete:
+            return
+        if len(group.answers) < group.fewest:
+            self._end_group(group, "group_too_small")
+        elif self.config.filter == "zero_variance" and group.zero_variance:
+            self._end_group(group, "zero_variance")
+
+    def _end_sample(self, group: Group, index: int, reason: DropReason, tokens: int, detail: str = "") -> None:
+        group.lost.add(index)
+        self._drops.append(Dropped(group_id=group.group_id, index=index, reason=reason, tokens=tokens, detail=detail))
+
+    def _end_group(self, group: Group, reason: DropReason) -> None:
+        """Drop what is left of a group. Samples still on their way end too; their verdicts will find nobody."""
+        self._seen.count(group, reason)
+        for index in range(group.size):
+            if index not in group.lost:
+                answer = group.answers.get(index)
+                self._end_sample(group, index, reason, answer.length if answer else 0)
+        del self.live[group.group_id]
+        self.dropped_groups += 1
+
+
+MARKS = ("prompts", "scored", "dropped")
+
+
+# These end a whole group; other reasons end one sample.
+GROUP_REASONS: frozenset[DropReason] = frozenset({"zero_variance", "filtered", "stale", "group_too_small", "run_ended"})
+
+
+class _Seen:
+    """Statistics of the groups that ended since the last batch: trained, or filtered, which alone would be a bias."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.zero_variance = 0
+        self.ended: dict[str, int] = {}
+
+    def count(self, group: Group, reason: DropReason | None = None) -> None:
+        self.rewards.extend(answer.reward for answer in group.answers.values())
+        self.lengths.extend(answer.length for answer in group.answers.values())
+        self.zero_variance += group.zero_variance
+        if reason is not None:
+            self.ended[reason] = self.ended.get(reason, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        n = len(self.rewards)
+        out: dict[str, float] = {
+            "samples": n,
+            "reward": sum(self.rewards) / n if n else 0.0,
+            "response_length": sum(self.lengths) / n if n else 0.0,
+            "response_length_max": max(self.lengths, default=0),
+            "zero_variance_groups": self.zero_variance,
+        }
+        out.update({f"dropped_groups/{reason}": count for reason, count in self.ended.items()})
+        return out
+
+
+def drops_of(batch: Batch) -> list[Dropped]:
+    """The terminal records of the samples that a batch ended without training them."""
+    out = []
+    for name, reason, tokens in batch.dropped:
+        group_id, index = map(int, name.split("-"))
+        out.append(
+            Dropped(group_id=group_id, index=index, reason=reason, tokens=int(tokens))  # type: ignore[arg-type]
+        )
+    return out
