@@ -1,0 +1,35 @@
+# `make run` and `make test` do all their set-up on a fresh machine: a virtual environment in .venv and the packages in
+# it. The stamp file makes the second time quick: pip runs again only when pyproject.toml has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+# Two torch threads a process on a busy small machine cost far more than they gain.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run smollm2 test clean
+
+run: $(STAMP)
+	$(BIN)/rollstream run recipes/running_total.yaml
+
+smollm2: $(STAMP)
+	$(BIN)/rollstream run recipes/smollm2.yaml
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Rollstream needs Python 3.11 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "error: python3 has no venv module; on Debian or Ubuntu: apt install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
