@@ -109,6 +109,13 @@ class ControllerCore:
             self._end_sample(group, scored.index, scored.verdict, scored.length, scored.detail)
         self._settle(group)
 
+    def saw_malformed(self, group_id: int, index: int, detail: str) -> None:
+        """A verdict that does not decode: its sample ends, since nobody would ever score it again."""
+        group = self.live.get(group_id)
+        if group is not None and index not in group.answers and index not in group.lost:
+            self._end_sample(group, index, "dead_letter", 0, detail)
+            self._settle(group)
+
     def saw_dropped(self, seq: int, dropped: Dropped) -> None:
         """Somebody ended a sample: a worker that could not handle it, or we."""
         self._read["dropped"] = max(self._read["dropped"], seq)
