@@ -1,0 +1,1 @@
+"""Running it: recipes, launching, looking at it."""
