@@ -1,0 +1,290 @@
+"""The built-in decoder: continuous batching over any causal language model of transformers that attends to all it saw.
+
+What one call does:
+
+    add(requests)   rows at the end of the batch; their tokens but the last go through padded prefill forwards
+    step()          one token for every row: the row's newest token goes in, the next one is drawn; done rows leave
+    load(version)   new weights between two steps; every row's tokens but the last are prefilled again (recompute)
+
+A row is thus always "all tokens but the newest are cached": after a prompt, after a decode step, after an update and
+after a resumption alike, so that tokens are drawn in one place only. The decoder holds the weights, and therefore it
+stamps the version on each token.
+"""
+
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from actors.rollout.config import RolloutConfig
+from actors.rollout.engine import (
+    ContextTooLongError,
+    Generation,
+    InvalidRequestError,
+    Request,
+    UnsupportedModelError,
+)
+from actors.rollout.kv_cache import ATTENTION, SlotCache
+from actors.rollout.load_weights import copy_weights, read_weights
+from actors.rollout.rows import Rows
+from actors.rollout.sampling import I64, sample, uniforms
+
+
+class Decoder:
+    """Decodes up to `config.slots` sequences together. One thread calls it; `snapshot` may be called from any.
+
+    The model is taken over: switched to evaluation, to its slot attention where it uses SDPA, and to new weights in
+    place by `load`. It stays on its device and keeps its dtype.
+
+    A sequence ends at `max_context` tokens at the latest, with finish "length", however large `max_new_tokens` is: that
+    is the model's `max_position_embeddings`, or its sliding window where that is shorter (within it, a window attends
+    to everything, which is all that the slot cache can do).
+
+    Raises `UnsupportedModelError` for recurrent and convolutional layers, and for models without explicit positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RolloutConfig, version: int = 0) -> None:
+        self.max_context = _max_context(model)
+        self.slots = config.slots
+        self.version = version
+        self.tokens_generated = 0
+        self.forward_passes = 0
+        self.busy_s = 0.0
+        self.swapping_s = 0.0
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(ATTENTION)
+        self._model: Any = model.train(False)  # its classes are typed only in part
+        self.config = config
+        self._vocab_size = model.get_input_embeddings().get_parameter("weight").shape[0]
+        self._cache = SlotCache(config.slots)
+        self._rows = Rows(config.slots, self._vocab_size)
+        self._tickets = 0
+        self._lock = threading.Lock()  # around changes of rows, never around a forward
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, config: RolloutConfig, version: int = 0) -> Self:
+        """A decoder for the model saved in a directory, in the config's dtype.
+
+        Sets the number of torch threads of this process, and silences the loader's progress bar.
+        """
+        torch.set_num_threads(config.threads)
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+        return cls(model, config, version)
+
+    @property
+    def running(self) -> int:
+        """Sequences in the batch."""
+        return self._rows.count
+
+    def check(self, request: Request) -> Generation | None:
+        """The result, if the prefix already is one; None if there is something to decode. Pure; from any thread.
+
+        Raises `ContextTooLongError` if prompt and prefix leave no room for a token, `InvalidRequestError` for an empty
+        prompt, tokens outside the model's vocabulary, or a prefix of another prompt.
+        """
+        prefix, sampling = request.unfinished(), request.sampling
+        known = request.prompt_tokens + prefix.tokens
+        if not request.prompt_tokens:
+            raise InvalidRequestError(
+                f"sample {request.sample_id}: the prompt is empty; a model needs one token at least"
+            )
+        if prefix.prompt_tokens != request.prompt_tokens:
+            raise InvalidRequestError(f"sample {request.sample_id}: the prefix continues another prompt")
+        if not 0 <= min(known) <= max(known) < self._vocab_size:
+            raise InvalidRequestError(
+                f"sample {request.sample_id}: token ids must lie in 0..{self._vocab_size - 1}, "
+                f"not {min(known)}..{max(known)}: does the tokenizer belong to this model?"
+            )
+        if prefix.tokens and prefix.tokens[-1] in sampling.stop_token_ids:
+            return replace(prefix, finish="stop")
+        if len(prefix.tokens) >= sampling.max_new_tokens:
+            return replace(prefix, finish="length")
+        if len(known) >= self.max_context:
+            if prefix.tokens:
+                return replace(prefix, finish="length")
+            raise ContextTooLongError(
+                f"sample {request.sample_id}: a prompt of {len(known)} tokens leaves no room in a context of "
+                f"{self.max_context}; drop prompts of that length, or use a model with a longer context"
+            )
+        return None
+
+    @torch.inference_mode()
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        """Take requests into the batch and prefill them; returns a ticket for each. At most `slots - running`."""
+        started = time.perf_counter()
+        if len(requests) > self.slots - self.running:
+            raise ValueError(f"{len(requests)} requests for {self.slots - self.running} free slots")
+        if any(self.check(request) is not None for request in requests):
+            raise ValueError("a request is finished already: ask check() before add()")
+        first = self.running
+        tickets = list(range(self._tickets, self._tickets + len(requests)))
+        self._tickets += len(requests)
+        with self._lock:
+            for ticket, request in zip(tickets, requests, strict=True):
+                full = len(request.prompt_tokens) + request.sampling.max_new_tokens
+                self._rows.enter(ticket, request, min(full, self.max_context))
+        self._prefill(first)
+        self.busy_s += time.perf_counter() - started
+        return tickets
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Generation]]:
+        """Draw one token for every sequence. Returns those that it finished, by ticket; their rows are free at once.
+
+        Raises `NonFiniteLogitsError`.
+        """
+        rows = self._rows
+        if rows.count == 0:
+            return []
+        started = time.perf_counter()
+        positions_N = torch.from_numpy(rows.lengths - 1).to(self._model.device)
+        length = int(rows.lengths.max())
+        visible_NL = torch.arange(length, device=positions_N.device) <= positions_N[:, None]
+        self._cache.for_decode(positions_N, length)
+        tokens_N1 = torch.from_numpy(rows.last_tokens).to(positions_N.device)[:, None]
+        logits_NV = self._forward(tokens_N1, positions_N[:, None], self._additive(visible_NL)[:, None, None])
+        tokens_N, logprobs_N = sample(logits_NV, uniforms(rows.keys, rows.answered), *rows.sampling)
+        with self._lock:
+            finished_N = rows.append(tokens_N, logprobs_N)
+            results = [
+                (rows.ticket(row), rows.generation(row, self.version, finished=True))
+                for row in np.flatnonzero(finished_N).tolist()
+            ]
+            self._leave(finished_N)
+        self.tokens_generated += len(tokens_N)
+        self.busy_s += time.perf_counter() - started
+        return results
+
+    @torch.inference_mode()
+    def remove(self, ticket: int) -> Generation | None:
+        """Take a running sequence out, unfinished; None if it is not (any more) running."""
+        with self._lock:
+            row = self._rows.find(ticket)
+            if row is None:
+                return None
+            generation = self._rows.generation(row, self.version, finished=False)
+            self._leave(np.arange(self._rows.count) == row)
+            return generation
+
+    def clear(self) -> list[tuple[int, Generation]]:
+        """Take all running sequences out, unfinished, by ticket."""
+        with self._lock:
+            everything = [
+                (self._rows.ticket(row), self._rows.generation(row, self.version, finished=False))
+                for row in range(self._rows.count)
+            ]
+            self._leave(np.ones(self._rows.count, dtype=np.bool_))
+        return everything
+
+    def snapshot(self) -> list[Generation]:
+        """The running sequences, unfinished. From any thread; waits for no forward pass."""
+        with self._lock:
+            return [self._rows.generation(row, self.version, finished=False) for row in range(self._rows.count)]
+
+    @torch.inference_mode()
+    def load(self, version: int, path: str | Path) -> None:
+        """Hold the weights at `path` as `version`. Running sequences go on under it, as `config.on_update` says.
+
+        Tokens drawn so far keep their version and logprobs. With "drain" there must be none running: the caller steps
+        until then. Raises `WeightsError`, before anything is changed, if the weights do not fit.
+        """
+        if self.config.on_update == "drain" and self.running:
+            raise ValueError(f"{self.running} sequences are running: drain means to finish them before the update")
+        started = time.perf_counter()
+        copy_weights(self._model, read_weights(path))
+        with self._lock:
+            self._rows.close_segments(self.version)
+            self.version = version
+        if self.config.on_update == "recompute":
+            self._prefill(0)
+        self.swapping_s += time.perf_counter() - started
+
+    def _leave(self, leaving_N: NDArray[np.bool_]) -> None:
+        if leaving_N.any():
+            moves = self._rows.leave(leaving_N)
+            if len(moves.to):
+                self._cache.move(moves.to, moves.source, int(self._rows.lengths.max()))
+
+    def _prefill(self, first: int) -> None:
+        """Cache all tokens but the newest of rows [first:count], in padded forwards of like lengths.
+
+        Equal sequences (a group's samples share their prompt) are computed once and stored for each.
+        """
+        rows = self._rows
+        with self._lock:
+            rows.sort(first)
+        while first < rows.count:
+            sequences: list[I64] = []
+            sources: list[int] = []
+            for row in range(first, rows.count):
+                sequence = rows.tokens_of(row)[:-1]
+                new = not sequences or not np.array_equal(sequence, sequences[-1])
+                if new and sequences and (len(sequences) + 1) * len(sequence) > self.config.prefill_tokens:
+                    break
+                if new:
+                    sequences.append(sequence)
+                sources.append(len(sequences) - 1)
+            self._prefill_forward(first, sequences, np.array(sources, dtype=np.int64))
+            first += len(sources)
+
+    def _prefill_forward(self, first: int, sequences: list[I64], sources: I64) -> None:
+        length = len(sequences[-1])  # the longest: rows are sorted
+        if length == 0:
+            return
+        ids_UT = np.zeros((len(sequences), length), dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            ids_UT[row, : len(sequence)] = sequence
+        device = self._model.device
+        positions_1T = torch.arange(length, device=device)[None]
+        causal_TT = positions_1T <= positions_1T.T  # padding is on the right, where no real token looks
+        self._cache.for_prefill(first, sources)
+        self._forward(torch.from_numpy(ids_UT).to(device), positions_1T, self._additive(causal_TT)[None, None])
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Logits of the last position, float32 [N, V]."""
+        self.forward_passes += 1
+        out = self._model(
+            input_ids=ids,
+            position_ids=positions.expand(ids.shape),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = out.logits[:, -1].float()
+        return logits
+
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        """0 where visible, -inf elsewhere: the form of mask that every attention of transformers takes."""
+        return torch.zeros(visible.shape, dtype=self._model.dtype, device=visible.device).masked_fill_(
+            ~visible, -torch.inf
+        )
+
+
+def _max_context(model: PreTrainedModel) -> int:
+    """Tokens of the longest sequence, `sys.maxsize` if the model has no limit. Raises `UnsupportedModelError`."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{name} has layers that are not plain attention {sorted(kinds)}: the built-in engine cannot resume those"
+        )
+    lacking = {"position_ids", "logits_to_keep"} - inspect.signature(model.forward).parameters.keys()
+    if lacking:
+        raise UnsupportedModelError(f"{name}.forward takes no {sorted(lacking)}, which the built-in engine needs")
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (not kinds or "sliding_attention" in kinds):
+        limit = min(limit, window)
+    return int(limit)
