@@ -41,18 +41,28 @@ class Gauges:
         self._beat_at = time.monotonic()
         self.idle_s = 0.0
         self.started_at = time.monotonic()
+        self.span_s = BEAT_EVERY_S  # that the last beat covered
+
+    def pause(self, why: str) -> None:
+        """From now on it has nothing to do, for this reason."""
+        self.resume()
+        self._open = (why, time.monotonic())
+        self.state = f"waiting for {why}"
+
+    def resume(self) -> None:
+        """It has something to do again."""
+        self._close(time.monotonic())
+        self._open = None
+        self.state = "working"
 
     @contextlib.contextmanager
     def waiting(self, why: str) -> Iterator[None]:
         """Time inside counts as idle, for this reason. Not to be nested."""
-        self._open = (why, time.monotonic())
-        self.state = f"waiting for {why}"
+        self.pause(why)
         try:
             yield
         finally:
-            self._close(time.monotonic())
-            self._open = None
-            self.state = "working"
+            self.resume()
 
     def _close(self, now: float) -> None:
         if self._open is not None:
@@ -61,11 +71,17 @@ class Gauges:
             self.idle_s += now - since
             self._open = (why, now)
 
+    @property
+    def alive_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self.started_at
+
     def beat_now(self) -> dict[str, Any]:
         """The gauges since the last beat."""
         now = time.monotonic()
         self._close(now)
-        span, self._beat_at = max(1e-9, now - self._beat_at), now
+        span = self.span_s = max(1e-9, now - self._beat_at)
+        self._beat_at = now
         idle = sum(self._waits.values())
         why = max(self._waits, key=self._waits.__getitem__, default="")
         self._waits = {}

@@ -1,0 +1,268 @@
+"""The rollout worker on the bus: prompts in, finished samples out, new weights in between.
+
+It holds no state that the log lacks. On a stop it hands its unfinished samples over: `Partial`s are stored, the prompts
+go back at once, and whoever gets them continues from there, token for token on the same random stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from actors.gauges import Gauges
+from actors.rollout.config import RolloutConfig
+from actors.rollout.engine import Engine, EngineError, Generation, Request, Sampling, WeightsError
+from bus.port import Bus, Delivery
+from bus.shell import HandBack, Rejected, Retry, serve
+from bus.table import PARTIALS, ROLLOUT_WORKERS, WEIGHTS
+from bus.weights import WeightFile, WeightsMissing, WeightStore
+from schemas import Message, Partial, Prompt, Rollout, WeightVersion, parse_sample_id
+
+log = structlog.get_logger()
+
+VERSION_WAIT_S = 60.0  # how long a prompt may wait for the version that it asks for, before it goes back
+UPDATE_RETRY_S = 1.0
+PARTIALS_EVERY_S = 0.5
+
+
+class Tokenizer(Protocol):
+    """What the worker needs of a tokenizer; `ops.models` makes it from transformers."""
+
+    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
+        """Token ids of a text, or of chat messages by the model's template, ready for the answer."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+
+
+class RolloutWorker:
+    """Serves prompts with one engine. `store` is where weight versions lie."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: RolloutConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        stop_token_ids: tuple[int, ...],
+        store: WeightStore,
+        name: str,
+    ) -> None:
+        self.bus = bus
+        self.config = config
+        self.engine = engine
+        self.store = store
+        self.name = name
+        self.decode = tokenizer.decode
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=stop_token_ids,
+        )
+        self._encode = _memoised(tokenizer.encode_prompt)
+        self._updated = asyncio.Condition()
+        self._saved: dict[str, int] = {}  # sample id -> tokens in its newest stored partial
+        self._finished = 0
+        self._busy_s = 0.0
+        self._swaps = 0
+        self.gauges = Gauges(bus, name, "rollout", self._read_gauges)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`; then hand over what is unfinished and return."""
+        await self.engine.start()
+        # A few more than the engine decodes at once, so that a finished row is replaced in the same step.
+        room = self.config.slots + max(1, self.config.slots // 8)
+        async with self.gauges.beating():
+            self.gauges.state = "working"
+            helpers = [asyncio.create_task(self._follow_weights(), name=f"{self.name} follows weights")]
+            if self.config.partial_every:
+                helpers.append(asyncio.create_task(self._save_partials(), name=f"{self.name} saves partials"))
+            serving = asyncio.create_task(
+                serve(self.bus, ROLLOUT_WORKERS, self._handle, room=lambda: room, stop=stop, name=self.name)
+            )
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait([serving, stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+                for helper in helpers:
+                    if helper.done():
+                        helper.result()  # follows for ever, so it failed
+                if not serving.done():
+                    stop.set()
+                    await self.engine.hand_over()
+                    async with self._updated:
+                        self._updated.notify_all()  # whoever waits for a version hands back too
+                await serving
+            finally:
+                for task in (serving, stopping, *helpers):
+                    task.cancel()
+                await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
+                await self.engine.close()
+
+    async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
+        assert isinstance(message, Prompt)
+        arrived = time.monotonic()
+        await self._have_version(message.min_version)
+        resumed = await self._partial(message) if delivery.deliveries > 1 else None
+        try:
+            prompt_tokens = self._encode(message.prompt)
+            prefix = _prefix(message, prompt_tokens, resumed) if resumed else None
+            generation = await self.engine.generate(
+                Request(message.sample_id, prompt_tokens, self.sampling, message.seed, prefix)
+            )
+        except (EngineError, ValueError) as error:
+            if isinstance(error, EngineError) and not isinstance(error, ValueError):
+                raise
+            raise Rejected(f"the prompt cannot be generated from: {error}", drop="bad_prompt") from error
+        if generation.finish is None:
+            return HandBack([_partial_of(generation, self.name)] if generation.tokens else [])
+        self._saved.pop(message.sample_id, None)
+        self._finished += 1
+        return [
+            Rollout(
+                group_id=message.group_id,
+                index=message.index,
+                group_size=message.group_size,
+                prompt=message.prompt,
+                task=message.task,
+                prompt_tokens=np.array(generation.prompt_tokens, "<i4"),
+                tokens=np.array(generation.tokens, "<i4"),
+                logprobs=np.array(generation.logprobs, "<f4"),
+                segments=generation.segments,
+                finish=generation.finish,
+                text=self.decode(generation.tokens),
+                worker=self.name,
+                seconds=time.monotonic() - arrived,
+                resumed=delivery.deliveries - 1 if resumed else 0,
+            )
+        ]
+
+    async def _have_version(self, version: int) -> None:
+        if self.engine.version >= version:
+            return
+        try:
+            async with self._updated, asyncio.timeout(VERSION_WAIT_S):
+                while self.engine.version < version:
+                    await self._updated.wait()
+        except TimeoutError:
+            raise Retry(delay_s=1.0) from None
+
+    async def _partial(self, prompt: Prompt) -> Partial | None:
+        entry = await self.bus.last(PARTIALS, prompt.sample_id)
+        if entry is None:
+            return None
+        message = entry.message()
+        return message if isinstance(message, Partial) else None
+
+    async def _follow_weights(self) -> None:
+        """Hold the newest version, always. What came while one was loaded is skipped but for the newest."""
+        newest = await self.bus.last(WEIGHTS)
+        start = newest.seq if newest else 1
+        versions: asyncio.Queue[WeightVersion] = asyncio.Queue(1)
+        reader = asyncio.create_task(self._read_weights(start, versions), name=f"{self.name} reads weights")
+        try:
+            while True:
+                get = asyncio.create_task(versions.get())
+                await asyncio.wait([get, reader], return_when=asyncio.FIRST_COMPLETED)
+                if reader.done():
+                    get.cancel()
+                    reader.result()
+                await self._update(await get)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_weights(self, start: int, versions: asyncio.Queue[WeightVersion]) -> None:
+        async for entry in self.bus.read(WEIGHTS, start):
+            message = entry.message()
+            assert isinstance(message, WeightVersion)
+            if versions.full():
+                versions.get_nowait()
+            versions.put_nowait(message)
+
+    async def _update(self, event: WeightVersion) -> None:
+        if event.version <= self.engine.version:
+            return
+        file = WeightFile(event.version, event.path, event.digest, event.nbytes)
+        try:
+            path = await asyncio.to_thread(self.store.verify, file)
+            await self.engine.update(event.version, path)
+        except (WeightsMissing, WeightsError) as error:
+            # Collected while we were slow: a newer one is announced already. Otherwise the old ones go on.
+            log.warning("weights_not_loaded", worker=self.name, version=event.version, reason=str(error))
+            await asyncio.sleep(UPDATE_RETRY_S)
+            return
+        self._swaps += 1
+        log.info("weights_loaded", worker=self.name, version=event.version)
+        async with self._updated:
+            self._updated.notify_all()
+
+    async def _save_partials(self) -> None:
+        """Publish the prefixes of running samples that grew by `partial_every` tokens, against kill -9."""
+        while True:
+            await asyncio.sleep(PARTIALS_EVERY_S)
+            for generation in self.engine.snapshot():
+                saved = self._saved.get(generation.sample_id, 0)
+                if len(generation.tokens) - saved >= self.config.partial_every:
+                    self._saved[generation.sample_id] = len(generation.tokens)
+                    await self.bus.publish(_partial_of(generation, self.name))
+
+    def _read_gauges(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        busy, self._busy_s = stats.busy_s + stats.swapping_s - self._busy_s, stats.busy_s + stats.swapping_s
+        return {
+            "tokens_generated": stats.tokens_generated,
+            "forward_passes": stats.forward_passes,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "finished": self._finished,
+            "version": self.engine.version,
+            "swaps": self._swaps,
+            "busy_s": round(stats.busy_s, 3),
+            "swapping_s": round(stats.swapping_s, 3),
+            "idle_share": round(max(0.0, 1.0 - busy / self.gauges.span_s), 3),
+            "idle_s": round(max(0.0, self.gauges.alive_s - stats.busy_s - stats.swapping_s), 3),
+            "idle_why": "prompts" if stats.running == 0 else "",
+        }
+
+
+def _memoised(encode: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:
+    """The samples of a group share their prompt: encode it once."""
+
+    @functools.lru_cache(maxsize=4096)
+    def by_text(text: str) -> tuple[int, ...]:
+        return encode(json.loads(text))
+
+    return lambda prompt: by_text(json.dumps(prompt))
+
+
+def _prefix(prompt: Prompt, prompt_tokens: tuple[int, ...], partial: Partial) -> Generation:
+    return Generation(
+        sample_id=prompt.sample_id,
+        prompt_tokens=prompt_tokens,
+        tokens=tuple(partial.tokens.tolist()),
+        logprobs=tuple(partial.logprobs.tolist()),
+        segments=partial.segments,
+        finish=None,
+    )
+
+
+def _partial_of(generation: Generation, worker: str) -> Partial:
+    sample = parse_sample_id(generation.sample_id)
+    assert sample is not None
+    return Partial(
+        group_id=sample[0],
+        index=sample[1],
+        tokens=np.array(generation.tokens, "<i4"),
+        logprobs=np.array(generation.logprobs, "<f4"),
+        segments=generation.segments,
+        worker=worker,
+    )

@@ -1,0 +1,271 @@
+"""The trainer on the bus, one rank: batches in, weight versions out.
+
+`Batch` i was stored before it is trained, so it is a write-ahead record: after a crash the newest checkpoint is loaded
+and the batches behind it are trained again, with bit-identical results (I7). What is published already is not published
+twice, but compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from actors.gauges import Gauges, cpu_seconds
+from actors.trainer import checkpoint
+from actors.trainer.config import TrainerConfig
+from actors.trainer.learner import TrainSample
+from bus.port import Bus, Entry, Fenced
+from bus.table import BATCHES, ROLLOUTS, WEIGHTS
+from bus.weights import WeightFile, WeightStore
+from schemas import Batch, Rollout, Segments, StepDone, UserError, WeightVersion
+
+log = structlog.get_logger()
+
+
+class LearnerPort(Protocol):
+    """What the actor needs of a learner; `actors.trainer.learner.Learner` is it."""
+
+    def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Train on the samples of a step; returns its metrics."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A batch with its samples, as one step takes them."""
+
+    batch: Batch
+    samples: tuple[TrainSample, ...]
+    staleness: np.ndarray[Any, np.dtype[np.int64]]  # [k]: trained tokens i versions old
+    masked_tokens: int  # tokens left out because they were too old
+    response_tokens: int
+    seconds: float
+
+
+class Trainer:
+    """Trains batch after batch with `learner` and publishes what comes of it.
+
+    `tensors()` are the weights to publish, `export(folder)` writes the final model for `from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: TrainerConfig,
+        steps: int,
+        learner: LearnerPort,
+        tensors: Callable[[], Mapping[str, Any]],
+        export: Callable[[Path], None],
+        store: WeightStore,
+        folder: Path,
+        name: str = "trainer",
+    ) -> None:
+        self.bus = bus
+        self.config = config
+        self.steps = steps
+        self.learner = learner
+        self.tensors = tensors
+        self.export = export
+        self.store = store
+        self.checkpoints = folder / "checkpoints"
+        self.model_folder = folder / "model"
+        self.version = 0
+        self._tokens_trained = 0
+        self._saved_version = -1
+        self._published = -1  # newest version in the log when we began
+        self.gauges = Gauges(bus, name, "trainer", self._read_gauges)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until all steps are done or until `stop`, which lets the step in hand end and saves it."""
+        async with self.gauges.beating():
+            await self._restore()
+            loader = asyncio.create_task(self._load_ahead(queue := asyncio.Queue[Loaded](1)), name="trainer loads")
+            try:
+                while self.version < self.steps and not stop.is_set():
+                    started, waited_before = time.monotonic(), self.gauges.idle_s
+                    loaded = await self._next(queue, loader, stop)
+                    if loaded is None:
+                        break
+                    await self._step(loaded, started, self.gauges.idle_s - waited_before)
+            finally:
+                loader.cancel()
+                await asyncio.gather(loader, return_exceptions=True)
+            await self._save()
+            if self.version >= self.steps:
+                await asyncio.to_thread(self.export, self.model_folder)
+
+    async def _restore(self) -> None:
+        newest = await asyncio.to_thread(checkpoint.load_newest, self.checkpoints)
+        if newest is not None:
+            self.version, state = newest
+            self.learner.load_state_dict(state["learner"])
+            self._tokens_trained = state["tokens_trained"]
+            self._saved_version = self.version
+        self._published = await self._published_version()
+        log.info("trainer_restored", version=self.version, published_version=self._published)
+        await self._publish_weights()
+
+    async def _published_version(self) -> int:
+        newest = await self.bus.last(WEIGHTS)
+        if newest is None:
+            return -1
+        message = newest.message()
+        assert isinstance(message, WeightVersion)
+        return message.version
+
+    async def _load_ahead(self, queue: asyncio.Queue[Loaded]) -> None:
+        """Keep the next batch at hand, while this one is trained."""
+        async for entry in self.bus.read(BATCHES, self.version + 1):  # batch i stands at sequence i + 1
+            await queue.put(await self._load(entry))
+
+    async def _next(
+        self, queue: asyncio.Queue[Loaded], loader: asyncio.Task[None], stop: asyncio.Event
+    ) -> Loaded | None:
+        if not queue.empty():
+            return queue.get_nowait()
+        get, stopping = asyncio.create_task(queue.get()), asyncio.create_task(stop.wait())
+        try:
+            with self.gauges.waiting("a batch"):
+                await asyncio.wait([get, loader, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if loader.done():
+                loader.result()
+            return get.result() if get.done() else None
+        finally:
+            get.cancel()
+            stopping.cancel()
+            await asyncio.gather(get, stopping, return_exceptions=True)
+
+    async def _load(self, entry: Entry) -> Loaded:
+        """The samples of a batch. Raises `UserError` if the log does not hold what the batch names."""
+        started = time.monotonic()
+        batch = entry.message()
+        assert isinstance(batch, Batch)
+        try:
+            entries = await self.bus.get(ROLLOUTS, batch.rollout_seqs.tolist())
+        except LookupError as error:
+            raise UserError(
+                f"Batch {batch.step} names a rollout that the log no longer holds: {error}.",
+                "The log was purged beyond the newest checkpoint; start a new run from the exported model.",
+            ) from error
+        samples: list[TrainSample] = []
+        ages: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        masked = response_tokens = 0
+        for stored, group_id, index, reward in zip(
+            entries, batch.group_ids.tolist(), batch.indices.tolist(), batch.rewards.tolist(), strict=True
+        ):
+            rollout = stored.message()
+            if not isinstance(rollout, Rollout) or (rollout.group_id, rollout.index) != (group_id, index):
+                raise UserError(f"Batch {batch.step} names entry {stored.seq} as sample {group_id}-{index}; it is not.")
+            age = ages_of(rollout.segments, batch.step)
+            fresh = age <= batch.max_staleness
+            response_tokens += len(age)
+            masked += int(len(age) - fresh.sum())
+            ages.append(age[fresh])
+            if len(age):
+                samples.append(
+                    TrainSample(
+                        sample_id=f"{group_id}-{index:06d}",  # sorts by index
+                        group_id=group_id,
+                        prompt_tokens=rollout.prompt_tokens,
+                        tokens=rollout.tokens,
+                        behaviour_logprobs=rollout.logprobs,
+                        loss_mask=fresh,
+                        reward=reward,
+                    )
+                )
+        staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)
+        return Loaded(batch, tuple(samples), staleness, masked, response_tokens, time.monotonic() - started)
+
+    async def _step(self, loaded: Loaded, started: float, waited_s: float) -> None:
+        batch = loaded.batch
+        if batch.step != self.version:
+            raise UserError(f"The log holds batch {batch.step} where batch {self.version} is expected.")
+        train_started, cpu_before = time.monotonic(), cpu_seconds()
+        metrics = await asyncio.to_thread(self.learner.step, batch.step, loaded.samples)
+        trained = time.monotonic()
+        self.version += 1
+        self._tokens_trained += int(loaded.staleness.sum())
+        await self._publish_weights()
+        published = time.monotonic()
+        tokens = max(1, int(loaded.staleness.sum()))
+        metrics |= {
+            **{f"seen/{name}": value for name, value in batch.seen.items()},
+            "reward": batch.seen.get("reward", metrics.get("reward_mean", 0.0)),
+            "staleness_mean": float((loaded.staleness * np.arange(len(loaded.staleness))).sum()) / tokens,
+            "staleness_max": float(max(0, len(loaded.staleness) - 1)),
+            "stale_masked_tokens": float(loaded.masked_tokens),
+            "response_tokens": float(loaded.response_tokens),
+            "tokens_trained": float(loaded.staleness.sum()),
+            "seconds_waiting": waited_s,
+            "seconds_loading": loaded.seconds,
+            "seconds_training": trained - train_started,
+            "seconds_publishing": published - trained,
+            "seconds": published - started,
+            "cpu_seconds": cpu_seconds() - cpu_before,
+            "time": time.time(),
+        }
+        await self._publish_step(
+            StepDone(step=batch.step, version=self.version, metrics=metrics, staleness=loaded.staleness)
+        )
+        log.info("step_trained", step=batch.step, reward=round(metrics["reward"], 4), version=self.version)
+        if self.version % self.config.checkpoint_every == 0:
+            await self._save()
+
+    async def _publish_weights(self) -> None:
+        """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
+        if self.version < self._published:
+            return
+        file = await asyncio.to_thread(lambda: self.store.publish(self.version, self.tensors()))
+        if self.version == self._published:
+            await self._check_same(file)
+            return
+        event = WeightVersion(version=file.version, path=file.path, digest=file.digest, nbytes=file.nbytes)
+        try:
+            await self.bus.publish_fenced([event], self.version)  # version v stands at sequence v + 1
+        except Fenced:
+            await self._check_same(file)
+        keep_from = self.version - max(self.config.keep_versions, 1) + 1
+        await asyncio.to_thread(self.store.collect, keep_from, {0})
+
+    async def _check_same(self, file: WeightFile) -> None:
+        """The version was published before a crash: then it must be the same, or somebody else trains this run."""
+        (entry,) = await self.bus.get(WEIGHTS, [file.version + 1])
+        stored = entry.message()
+        if not isinstance(stored, WeightVersion) or stored.version != file.version:
+            raise Fenced(f"the weights stream holds something else at version {file.version}")
+        if stored.digest != file.digest:
+            raise Fenced(
+                f"version {file.version} was published with digest {stored.digest}, but this trainer computed "
+                f"{file.digest}: another trainer is at work, or training is not deterministic on this device"
+            )
+
+    async def _save(self) -> None:
+        if self._saved_version == self.version:
+            return
+        state = {"learner": self.learner.state_dict(), "tokens_trained": self._tokens_trained}
+        await asyncio.to_thread(checkpoint.save, self.checkpoints, self.version, state, self.config.keep_checkpoints)
+        self._saved_version = self.version
+        log.info("checkpoint_saved", version=self.version)
+
+    def _read_gauges(self) -> dict[str, Any]:
+        return {"step": self.version, "version": self.version, "tokens_trained": self._tokens_trained}
+
+
+def ages_of(segments: Segments, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Staleness int64[T] of each token at step `step`: `step - version(token)`."""
+    if not segments:
+        return np.zeros(0, np.int64)
+    versions, counts = np.array(segments, np.int64).T
+    return np.repeat(step - versions, counts)
