@@ -78,9 +78,7 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     if not isinstance(value, Mapping):
         return _number("the reward", value), {}
     if "reward" not in value:
-        raise ValueError(
-            f"the returned dict has no 'reward', only {', '.join(map(repr, list(value)[:8])) or 'nothing'}"
-        )
+        raise ValueError(f"the returned dict has no 'reward', only {list(value)[:8]}")
     if len(value) > PARTS_MAX:
         raise ValueError(f"the returned dict has {len(value)} entries, more than {PARTS_MAX}")
     parts = {str(name)[:80]: _number(f"the part {str(name)[:80]!r}", part) for name, part in value.items()}

@@ -62,6 +62,8 @@ class RewardPool:
         await asyncio.gather(*(self._discard(child) for child in list(self._alive)))
         for _ in range(self._config.children):  # the requests under way, and those that wait, find the pool closed
             await self._slots.acquire()
+        for _ in range(self._config.children):
+            self._slots.release()
 
     async def _attempt(self, request: RewardRequest) -> Verdict:
         config = self._config

@@ -40,7 +40,7 @@ class Verdict:
 
     status: Status
     reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for logging; all finite."""
     detail: str = ""
     """One short line for people: what went wrong. Empty if nothing did."""
