@@ -67,6 +67,8 @@ class PlainScreen:
             if point.step <= self._shown:
                 continue
             self._shown = point.step
+            if point.time_s < view.started_s:  # of before a resume
+                continue
             metrics = point.metrics
             cells = (
                 f"{point.step + 1}/{view.steps}", _number(point.reward, 3), _number(mean5, 3), _number(point.length, 1),
@@ -229,7 +231,7 @@ def _actors_panel(view: RunView, now_s: float, width: int) -> Panel:
     table.add_column("actor", no_wrap=True)
     table.add_column("busy", no_wrap=True, width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column("idle because", no_wrap=True, overflow="ellipsis", ratio=2)
+    table.add_column("waits for", no_wrap=True, overflow="ellipsis", ratio=2)
     table.add_column("CPU s", justify="right", no_wrap=True)
     told: set[str] = set()
     for actor in view.by_role():
@@ -243,6 +245,8 @@ def _actors_panel(view: RunView, now_s: float, width: int) -> Panel:
 
 def _actor_row(view: RunView, actor: ActorView, now_s: float, cpu_here: bool) -> tuple[RenderableType, ...]:
     cpu = _number(view.processes[actor.process].cpu_s, 1) if cpu_here else Text("shared", "dim")
+    if actor.ended:
+        return Text(actor.actor, "dim"), Text("ended", "dim"), "", "", cpu
     if actor.silent(now_s):
         return Text(actor.actor, "red"), Text(f"silent {_clock(now_s - actor.heard_s)}", "red"), "", "", cpu
     if actor.idle_share is None:

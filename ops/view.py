@@ -87,9 +87,14 @@ class ActorView:
     idle_s: float = 0.0
     idle_why_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has said goodbye."""
+        return self.state == "ended"
+
     def silent(self, now_s: float) -> bool:
-        """Whether it has not been heard for longer than a late beat explains."""
-        return now_s - self.heard_s > SILENT_AFTER_S
+        """Whether it has not been heard for longer than a late beat explains, and has not said goodbye."""
+        return not self.ended and now_s - self.heard_s > SILENT_AFTER_S
 
     @property
     def idle_share_overall(self) -> float | None:
@@ -217,6 +222,11 @@ class RunView:
         return [self.points[step] for step in sorted(self.points)]
 
     @property
+    def session(self) -> list[StepPoint]:
+        """The steps since this start of the run; those before a resume are left out. Rates and costs are over these."""
+        return [point for point in self.series if point.time_s >= self.started_s]
+
+    @property
     def last(self) -> StepPoint | None:
         """The newest step."""
         return self.points[max(self.points)] if self.points else None
@@ -241,13 +251,13 @@ class RunView:
 
     def trained_per_s(self, steps: int = 8) -> float | None:
         """Response tokens trained a second over the last `steps` steps; None before two steps."""
-        recent = self.series[-steps - 1 :]
+        recent = self.session[-steps - 1 :]
         seconds = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
         return sum(point.tokens for point in recent[1:]) / seconds if seconds > 0 else None
 
     def remaining_s(self, now_s: float, steps: int = 16) -> float | None:
         """Seconds until the last step at the pace of the last `steps`; None before two steps."""
-        recent = self.series[-steps - 1 :]
+        recent = self.session[-steps - 1 :]
         if len(recent) < 2:
             return None
         pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
@@ -255,11 +265,11 @@ class RunView:
         return max(0.0, left * pace - max(0.0, now_s - recent[-1].time_s)) if left > 0 else 0.0
 
     def gauge(self, role: str, name: str, now_s: float) -> float | None:
-        """A gauge summed over the role's actors that are not silent; None if none of them tells it."""
+        """A gauge summed over the role's actors that are alive; None if none of them tells it."""
         values = [
             actor.gauges[name]
             for actor in self.actors.values()
-            if actor.role == role and name in actor.gauges and not actor.silent(now_s)
+            if actor.role == role and name in actor.gauges and not (actor.ended or actor.silent(now_s))
         ]
         return sum(values) if values else None
 
