@@ -136,6 +136,7 @@ class ThreadedEngine:
             else:
                 self._closing.set_result(None)
         await asyncio.wait([self._closing])
+        self._closing.exception()  # a thread that fails while it stops has told the pending calls already
         self._thread.join()
 
     def stats(self) -> EngineStats:
