@@ -12,11 +12,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.trainer.packing import Row
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,8 @@ def _packs(model: PreTrainedModel) -> bool:
     together = collate([Row((0, 1), len(tokens))], pair, shared=True, device=model.device)
     try:
         packed: Tensor = model(**_arguments(model, together)).logits
-    except (TypeError, ValueError):  # no such argument, or no such mask
+    except (TypeError, ValueError, RuntimeError) as error:  # no such argument, or no use for such a mask
+        log.info("model_refused_shared_rows", model=type(model).__name__, reason=str(error))
         return False
     apart = [collate([Row((i,), len(s))], pair, shared=False, device=model.device) for i, s in enumerate(pair)]
     expected = torch.cat([model(**_arguments(model, batch)).logits for batch in apart], dim=1)

@@ -1,0 +1,66 @@
+"""Small random models and samples for the trainer's tests."""
+
+import random
+
+import numpy as np
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from actors.trainer.learner import TrainSample
+
+VOCABULARY = 31
+
+
+def qwen3(seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    rest = {"max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0}
+    return Qwen3ForCausalLM(Qwen3Config(**(sizes | heads | rest | changes))).eval()
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | changes))).eval()
+
+
+def gpt2(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
+    ids = {"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(**(sizes | ids | changes))).eval()
+
+
+def samples(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 20) -> list[TrainSample]:
+    """Groups of random samples with both rewards in each group, some tokens masked, behaviour a little off."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for group in range(groups):
+        prompt = rng.integers(1, VOCABULARY, rng.integers(1, 9)).astype(np.int32)
+        for index in range(size):
+            T = int(rng.integers(1, longest))
+            mask = rng.random(T) < 0.9
+            mask[-1] = True
+            made.append(
+                TrainSample(
+                    sample_id=f"g{group}-{index}",
+                    group_id=group,
+                    prompt_tokens=prompt,
+                    tokens=rng.integers(1, VOCABULARY, T).astype(np.int32),
+                    behaviour_logprobs=rng.normal(-3.4, 0.3, T).astype(np.float32),
+                    loss_mask=mask,
+                    reward=float(index % 2),
+                )
+            )
+    random.Random(seed).shuffle(made)
+    return made
