@@ -1,0 +1,248 @@
+"""One process and the actors in it. What `rollstream run` starts many of and `rollstream up` starts one of.
+
+Heavy modules are imported where an actor needs them, so that a process with a controller and a reward worker stays at
+some 40 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import structlog
+
+from bus.jetstream import JetStreamBus
+from bus.port import Bus
+from bus.table import CONTROL
+from ops.recipe import Recipe
+from schemas import Control, UserError
+
+log = structlog.get_logger()
+
+Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer"]
+ROLES: tuple[Role, ...] = ("controller", "rollout", "reward", "trainer")
+EXIT_DONE = 0
+EXIT_USER_ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to start: which actors, of which run. `folder` is the run's folder, where weights and logs lie."""
+
+    actors: tuple[tuple[Role, str], ...]  # (role, name)
+    run: str
+    url: str
+    folder: Path
+    recipe_yaml: str
+
+    @property
+    def name(self) -> str:
+        """The names of its actors."""
+        return "+".join(name for _, name in self.actors)
+
+    @property
+    def error_file(self) -> Path:
+        """Where a process that ends by a `UserError` leaves it."""
+        return self.folder / "logs" / f"{self.name}.error.json"
+
+    def leave(self, error: UserError) -> None:
+        """Leave the error for whoever started the process."""
+        self.error_file.parent.mkdir(parents=True, exist_ok=True)
+        self.error_file.write_text(json.dumps({"message": error.message, "remedy": error.remedy}))
+
+    def left_error(self) -> UserError | None:
+        """The error that the process left, if any."""
+        if not self.error_file.exists():
+            return None
+        return UserError(**json.loads(self.error_file.read_text()))
+
+
+def initial_model(folder: Path) -> Path:
+    """The folder of version 0, as `ops.prepare` leaves it."""
+    return folder / "initial"
+
+
+def weights_folder(folder: Path) -> Path:
+    """Where weight versions lie."""
+    return folder / "weights"
+
+
+def main(spec: ProcessSpec) -> None:
+    """The whole life of a process; exits with `EXIT_DONE`, `EXIT_USER_ERROR`, or a traceback and 1."""
+    from ops.logging import configure
+
+    recipe = Recipe.from_yaml(spec.recipe_yaml)
+    configure(spec.folder / "logs" / f"{spec.name}.jsonl", run=spec.run, actor=spec.name)
+    spec.error_file.unlink(missing_ok=True)
+    try:
+        _run(host(spec, recipe))
+    except UserError as error:
+        log.error("actor_stopped", reason=error.message, remedy=error.remedy)
+        spec.leave(error)
+        sys.exit(EXIT_USER_ERROR)
+    except Exception:
+        log.exception("actor_failed")
+        sys.exit(1)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
+
+
+async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = None) -> None:
+    """Run the actors of a process until they end, `stop` is set, SIGTERM comes or the run's end is announced."""
+    stop = stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    # Ctrl-C reaches the whole process group; the supervisor turns it into an orderly SIGTERM.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    bus = JetStreamBus(spec.run, spec.url, spec.name)
+    await bus.connect()
+    watcher = asyncio.create_task(_watch_end(bus, recipe, stop), name="watches for the end")
+    try:
+        actors = [
+            asyncio.create_task(_actor(role)(bus, recipe, spec, name).run(stop), name=name)
+            for role, name in spec.actors
+        ]
+        try:
+            await asyncio.wait([*actors, watcher], return_when=asyncio.FIRST_EXCEPTION)
+            for task in (*actors, watcher):
+                if task.done():
+                    task.result()
+            await asyncio.gather(*actors)
+        finally:
+            stop.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(20):
+                    await asyncio.gather(*actors, return_exceptions=True)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await bus.close()
+
+
+async def _watch_end(bus: Bus, recipe: Recipe, stop: asyncio.Event) -> None:
+    async for entry in bus.read(CONTROL):
+        message = entry.message()
+        if isinstance(message, Control) and message.action == "stop" and message.nonce == f"end-{recipe.steps}":
+            stop.set()
+            await asyncio.Event().wait()  # the actors end by themselves; this task ends with them
+
+
+class _Lazy:
+    """An actor that is built inside its own task, off the event loop, since models take seconds to load."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.build = build
+
+    async def run(self, stop: asyncio.Event) -> None:
+        actor = await asyncio.to_thread(self.build)
+        await actor.run(stop)
+
+
+def _actor(role: Role) -> Callable[[Bus, Recipe, ProcessSpec, str], Any]:
+    return {"controller": _controller, "rollout": _rollout, "reward": _reward, "trainer": _trainer}[role]
+
+
+def _controller(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    from actors.controller.actor import Controller
+    from ops.datasets import load_dataset
+
+    data = load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    return Controller(bus, recipe.controller, recipe.steps, recipe.seed, data.row, name)
+
+
+def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    from actors.reward.actor import RewardWorker
+    from actors.reward.pool import RewardPool
+
+    return RewardWorker(bus, recipe.reward, RewardPool(recipe.reward, recipe.base), name)
+
+
+def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    def build() -> Any:
+        from transformers import AutoConfig
+
+        from actors.rollout.actor import RolloutWorker
+        from actors.rollout.threaded import ThreadedEngine
+        from actors.rollout.torch_engine import Decoder
+        from bus.weights import WeightStore
+        from ops.text import HfTokenizer
+
+        path = str(initial_model(spec.folder))
+        decoder = Decoder.from_pretrained(path, recipe.rollout, version=-1)  # it holds no announced version yet
+        tokenizer = HfTokenizer(path)
+        stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
+        store = WeightStore(weights_folder(spec.folder))
+        return RolloutWorker(bus, recipe.rollout, ThreadedEngine(decoder), tokenizer, stop_ids, store, name)
+
+    return _Lazy(build)
+
+
+def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    def build() -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from actors.trainer.actor import Trainer
+        from actors.trainer.learner import Learner
+        from bus.weights import WeightStore
+        from ops.text import HfTokenizer
+
+        torch.set_num_threads(recipe.trainer.threads)
+        torch.manual_seed(recipe.seed)
+        path = str(initial_model(spec.folder))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        learner = Learner(model, recipe.trainer, recipe.rollout.temperature)
+        dtype = getattr(torch, recipe.rollout.dtype)
+
+        def tensors() -> dict[str, torch.Tensor]:
+            cast: dict[int, torch.Tensor] = {}  # by memory, so that tied tensors stay one
+            return {
+                key: cast.setdefault(value.data_ptr(), value.detach().to(dtype))
+                for key, value in model.state_dict().items()
+            }
+
+        def export(folder: Path) -> None:
+            aside = folder.with_name(f".{folder.name}-{os.getpid()}")
+            model.save_pretrained(aside)
+            HfTokenizer(path).save(aside)
+            replace_folder(aside, folder)
+
+        return Trainer(
+            bus,
+            recipe.trainer,
+            recipe.steps,
+            learner,
+            tensors,
+            export,
+            WeightStore(weights_folder(spec.folder)),
+            spec.folder,
+            name,
+        )
+
+    return _Lazy(build)
+
+
+def replace_folder(aside: Path, final: Path) -> None:
+    """Put a finished folder in the place of another, readable by all."""
+    import shutil
+
+    for file in aside.iterdir():
+        file.chmod(0o644)  # save_pretrained writes 0600
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)

@@ -1,0 +1,443 @@
+"""`rollstream run` and `rollstream up`: bring up the log and the actors, show what happens, end in order.
+
+The launcher holds no state of the run either. Kill it and everything ends; run it again with `--resume` and the log
+tells all actors where they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import structlog
+
+from actors.gauges import cpu_seconds
+from bus.jetstream import JetStreamBus
+from bus.port import Bus
+from bus.table import BATCHES, BEAT_EVERY_S, CONTROL, STEPS, check_run_name
+from ops.host import ProcessSpec, Role, initial_model
+from ops.nats_server import NatsServer
+from ops.recipe import Recipe
+from ops.screen import Screen, open_screen
+from ops.summary import plot, print_summary, summarise
+from ops.supervise import Supervisor, run_once
+from ops.view import RunView
+from schemas import Batch, Control, MalformedMessage, StepDone, UserError
+
+log = structlog.get_logger()
+
+SHOW_EVERY_S = 0.5
+SETTLE_S = 1.2  # after the end, so that the last beats arrive
+# What cannot change between the starts of one run, since the log's contents depend on it.
+FIXED = ("controller.batch_groups", "controller.group_size", "seed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Where:
+    """A run's place: its folder, its name on the bus, and the bus."""
+
+    folder: Path
+    run: str
+    url: str
+
+
+async def run(recipe: Recipe, folder: Path, resume: bool = False, nats: str | None = None, plain: bool = False) -> int:
+    """Run a recipe on this machine to its end; returns the exit status.
+
+    Raises:
+        UserError: what is wrong and what to do. Everything that was stored stays; `resume` continues it.
+    """
+    from ops.logging import configure
+
+    folder = folder.resolve()
+    _claim(recipe, folder, resume)
+    configure(folder / "logs" / "launcher.jsonl", run=folder.name, actor="launcher", console=False)
+    view = RunView(
+        folder.name, recipe.steps, recipe.controller.max_staleness, recipe.batch_samples, started_s=time.time()
+    )
+    interrupts = _Interrupts()
+    with interrupts.caught():
+        await _prepared(recipe, folder, interrupts)
+        if interrupts.draining.is_set():
+            return 130
+        await _evaluate(recipe, folder, view, 0, initial_model(folder))
+        async with _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server):
+            status = await _lead(recipe, where, bus, server, view, interrupts, plain)
+        if status == 0:
+            await _evaluate(recipe, folder, view, recipe.steps, folder / "model")
+    summary = summarise(view, time.time())
+    (folder / "summary.json").write_text(summary.to_json())
+    plot(summary, folder / "summary.png")
+    print_summary(summary)
+    print(f"plot: {folder / 'summary.png'}")
+    if status == 0:
+        print(f"model: {folder / 'model'}")
+    else:
+        print(f"stopped; go on with: rollstream run RECIPE --resume --dir {folder}")
+    return status
+
+
+async def up(
+    role: Role, run: str | None, nats: str | None, folder: Path | None, count: int = 1, name: str | None = None
+) -> int:
+    """Add actors of one role to a run that is going on, until it ends or Ctrl-C.
+
+    The run is found by its folder, or by the server's URL and the run's name; its recipe comes from the bus.
+    """
+    from ops.logging import configure
+
+    where = locate(folder, run, nats)
+    configure(None, run=where.run, actor=f"up-{role}", console=True)
+    bus = JetStreamBus(where.run, where.url, f"up-{role}")
+    await bus.connect()
+    try:
+        start = await _start_of(bus, where.run)
+    finally:
+        await bus.close()
+    if folder is None:
+        where = dataclasses.replace(where, folder=Path(start.detail))
+    recipe = Recipe.from_yaml(start.recipe)
+    if not initial_model(where.folder).exists():
+        raise UserError(
+            f"This machine does not see the run's folder {where.folder}, where the weights lie.",
+            "Mount it here at the same path, or give its place with --run.",
+        )
+    tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
+    supervisor = Supervisor(note=lambda text: print(text, flush=True))
+    interrupts = _Interrupts()
+    with interrupts.caught():
+        for i in range(count):
+            supervisor.start(
+                ProcessSpec(((role, f"{role}-{tag}-{i}"),), where.run, where.url, where.folder, start.recipe)
+            )
+        print(f"{count} {role} actor(s) joined {where.run}; Ctrl-C hands their work over and leaves", flush=True)
+        return await _until_done(supervisor, interrupts, recipe)
+
+
+def locate(folder: Path | None, run: str | None, nats: str | None) -> Where:
+    """Where a run is. Raises `UserError` if that cannot be told."""
+    if folder is not None:
+        file = folder / "run.json"
+        try:
+            told = json.loads(file.read_text())
+            return Where(folder.resolve(), str(told["run"]), nats or str(told["url"]))
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder} is no run folder: it has no run.json.", "Name the folder that `run` printed."
+            ) from None
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{file} cannot be read: {error}.", "Start the run again with --resume.") from None
+    if nats is None or run is None:
+        raise UserError("It is not told which run.", "Give --run FOLDER, or --nats URL and --run-name NAME.")
+    return Where(Path(), check_run_name(run), nats)
+
+
+# ---- bringing up
+
+
+def _claim(recipe: Recipe, folder: Path, resume: bool) -> None:
+    """Make the run's folder, or check that it can be continued with this recipe."""
+    check_run_name(folder.name)
+    stored = folder / "recipe.yaml"
+    if stored.exists():
+        if not resume:
+            raise UserError(f"{folder} holds a run already.", "Continue it with --resume, or give another --dir.")
+        before = Recipe.from_yaml(stored.read_text(), str(stored)).model_dump()
+        now = recipe.model_dump()
+        for key in FIXED:
+            old, new = _at(before, key), _at(now, key)
+            if old != new:
+                raise UserError(
+                    f"{key} is {new} in the recipe, but {old} in the run to be resumed.",
+                    f"Add {key}={old}, or start a new run.",
+                )
+    elif resume:
+        raise UserError(f"There is no run to resume in {folder}.", "Leave out --resume, or correct --dir.")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        stored.write_text(recipe.to_yaml())
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be written: {error}.", "Give another place with --dir."
+        ) from None
+
+
+def _at(fields: dict[str, object], key: str) -> object:
+    value: object = fields
+    for part in key.split("."):
+        assert isinstance(value, dict)
+        value = value[part]
+    return value
+
+
+async def _prepared(recipe: Recipe, folder: Path, interrupts: _Interrupts) -> None:
+    """Version 0, made in a process of its own whose progress is shown."""
+    from ops.prepare import main
+
+    if initial_model(folder).exists():
+        return
+    spec = ProcessSpec((("trainer", "prepare"),), "", "", folder, recipe.to_yaml())
+    output = folder / "logs" / "prepare.out"
+    work = asyncio.create_task(run_once(main, (recipe.to_yaml(), folder), spec, output))
+    stopping = asyncio.create_task(interrupts.draining.wait())
+    shown = output.stat().st_size if output.exists() else 0
+    try:
+        while not work.done() and not stopping.done():
+            await asyncio.wait([work, stopping], timeout=SHOW_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            shown = _show_new(output, shown)
+        if work.done():
+            work.result()
+    finally:
+        work.cancel()
+        stopping.cancel()
+        await asyncio.gather(work, stopping, return_exceptions=True)
+
+
+def _show_new(output: Path, shown: int) -> int:
+    if output.exists():
+        with output.open("rb") as file:
+            file.seek(shown)
+            new = file.read()
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()
+        return shown + len(new)
+    return shown
+
+
+async def _evaluate(recipe: Recipe, folder: Path, view: RunView, step: int, model: Path) -> None:
+    """The held-out score of a model, kept in the run's folder, so that a resumed run need not repeat it."""
+    from ops.evaluate import main
+
+    if recipe.evaluation.count == 0:
+        return
+    result = folder / "evaluations" / f"step-{step:06d}.json"
+    if not result.exists():
+        result.parent.mkdir(exist_ok=True)
+        spec = ProcessSpec((("rollout", "evaluate"),), "", "", folder, recipe.to_yaml())
+        await run_once(main, (recipe.to_yaml(), folder, str(model), result), spec, folder / "logs" / "evaluate.out")
+    outcome = json.loads(result.read_text())
+    view.evaluated(step, outcome["reward"])
+    how = "greedy" if recipe.evaluation.greedy else "sampled"
+    print(
+        f"held-out reward after {step} steps ({how}, {outcome['count']} problems): {outcome['reward']:.3f}", flush=True
+    )
+
+
+@contextlib.asynccontextmanager
+async def _log(recipe: Recipe, folder: Path, url: str | None) -> AsyncIterator[tuple[Where, Bus, NatsServer | None]]:
+    """The run's streams, on a server of our own in the run's folder or on the one at `url`."""
+    server = None if url else NatsServer()
+    if server is not None:
+        url = await server.start(folder / "nats")
+    assert url is not None
+    try:
+        where = Where(folder, folder.name, url)
+        bus = JetStreamBus(where.run, where.url, "launcher")
+        await bus.connect()
+        try:
+            await bus.setup(recipe.bus.ack_wait_s)
+            await bus.publish(
+                Control(action="start", nonce=secrets.token_hex(8), recipe=recipe.to_yaml(), detail=str(folder))
+            )
+            _write_private(folder / "run.json", {"run": where.run, "url": where.url, "pid": os.getpid()})
+            yield where, bus, server
+        finally:
+            await bus.close()
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+def _write_private(path: Path, content: dict[str, object]) -> None:
+    """It holds the server's credential."""
+    aside = path.with_suffix(".tmp")
+    aside.touch(mode=0o600)
+    aside.write_text(json.dumps(content))
+    aside.replace(path)
+
+
+async def _start_of(bus: Bus, run: str) -> Control:
+    """The newest start of the run. Raises `UserError` if there is none."""
+    if not await bus.exists():
+        raise UserError(f"The server has no run named {run}.", "Check the name with `rollstream status`.")
+    info = await bus.info(CONTROL)
+    for seq in range(info.last_seq, info.first_seq - 1, -1):
+        message = (await bus.get(CONTROL, [seq]))[0].message()
+        if isinstance(message, Control) and message.action == "start":
+            return message
+    raise UserError(f"The run {run} was never started.", "Start it with `rollstream run`.")
+
+
+# ---- running
+
+
+def specs(recipe: Recipe, where: Where) -> list[ProcessSpec]:
+    """The processes of a run on one machine: heavy actors have one each, the light ones share one by default."""
+    light: list[tuple[Role, str]] = [("controller", "controller")]
+    light.extend(("reward", f"reward-{i}") for i in range(recipe.reward.workers))
+    heavy: list[tuple[Role, str]] = [("trainer", "trainer")]
+    heavy.extend(("rollout", f"rollout-{i}") for i in range(recipe.rollout.workers))
+    together = [tuple(light)] if recipe.processes == "shared" else [(actor,) for actor in light]
+    text = recipe.to_yaml()
+    return [
+        ProcessSpec(actors, where.run, where.url, where.folder, text)
+        for actors in (*together, *((actor,) for actor in heavy))
+    ]
+
+
+async def _lead(
+    recipe: Recipe,
+    where: Where,
+    bus: Bus,
+    server: NatsServer | None,
+    view: RunView,
+    interrupts: _Interrupts,
+    plain: bool,
+) -> int:
+    """Start all actors, show them until they are done, and end them in order."""
+    screen = open_screen(plain)
+    supervisor = Supervisor(note=screen.note)
+    for spec in specs(recipe, where):
+        supervisor.start(spec)
+    _write_private(where.folder / "processes.json", dict(supervisor.pids))
+    side = [
+        asyncio.create_task(_feed(bus, view), name="reads steps and batches"),
+        asyncio.create_task(_feed_beats(bus, view), name="reads beats"),
+        asyncio.create_task(_feed_own(view, server), name="reads own gauges"),
+        asyncio.create_task(_show(screen, view, supervisor, where.folder), name="shows"),
+    ]
+    if server is not None:
+        side.append(asyncio.create_task(server.supervise(), name="supervises nats-server"))
+    try:
+        status = await _until_done(supervisor, interrupts, recipe, side, screen)
+        await asyncio.sleep(SETTLE_S)
+        return status
+    finally:
+        with contextlib.suppress(Exception):
+            screen.show(view, time.time())
+        screen.close()
+        for task in side:
+            task.cancel()
+        await asyncio.gather(*side, return_exceptions=True)
+
+
+async def _until_done(
+    supervisor: Supervisor,
+    interrupts: _Interrupts,
+    recipe: Recipe,
+    side: list[asyncio.Task[None]] | None = None,
+    screen: Screen | None = None,
+) -> int:
+    """Watch the processes until all are done (0) or the user wants to stop (130). A failing side task ends it."""
+    watching = asyncio.create_task(supervisor.watch(), name="watches processes")
+    draining = asyncio.create_task(interrupts.draining.wait())
+    try:
+        await asyncio.wait([watching, draining, *(side or [])], return_when=asyncio.FIRST_COMPLETED)
+        for task in side or []:
+            if task.done():
+                task.result()
+        if watching.done():
+            watching.result()
+            return 0
+        text = "draining: the step in hand ends, unfinished samples are handed over; Ctrl-C again to kill"
+        screen.note(text) if screen else print(text, flush=True)
+        killing = asyncio.create_task(interrupts.killing.wait())
+        drain = asyncio.create_task(supervisor.drain())
+        await asyncio.wait([killing, drain], return_when=asyncio.FIRST_COMPLETED)
+        killing.cancel()
+        return 130
+    finally:
+        if not watching.done() or watching.exception() is not None:
+            await supervisor.drain(grace_s=0.0 if interrupts.killing.is_set() else 20.0)
+        for task in (watching, draining):
+            task.cancel()
+        await asyncio.gather(watching, draining, return_exceptions=True)
+        supervisor.kill()
+
+
+class _Interrupts:
+    """The first Ctrl-C or SIGTERM asks for a drain, the second for a kill."""
+
+    def __init__(self) -> None:
+        self.draining = asyncio.Event()
+        self.killing = asyncio.Event()
+
+    def _caught(self) -> None:
+        (self.killing if self.draining.is_set() else self.draining).set()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._caught)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+# ---- showing
+
+
+async def _feed(bus: Bus, view: RunView) -> None:
+    async def batches() -> None:
+        async for entry in bus.read(BATCHES):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Batch):
+                    view.batch(message)
+
+    async def steps() -> None:
+        async for entry in bus.read(STEPS):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, StepDone):
+                    view.step_done(message, entry.time_s or time.time())
+
+    await asyncio.gather(batches(), steps())
+
+
+async def _feed_beats(bus: Bus, view: RunView) -> None:
+    async for beat in bus.beats():
+        view.beat(beat, time.time())
+
+
+async def _feed_own(view: RunView, server: NatsServer | None) -> None:
+    """CPU of the launcher, of the fork server, and of nats-server, which send no beats."""
+    me = psutil.Process()
+    while True:
+        now = time.time()
+        view.beat({"actor": "launcher", "role": "launcher", "process": "launcher", "cpu_s": cpu_seconds()}, now)
+        if server is not None:
+            beat = {"actor": "nats-server", "role": "nats", "process": "nats-server", "cpu_s": server.cpu_seconds()}
+            view.beat(beat, now)
+        others = 0.0
+        for child in me.children():
+            with contextlib.suppress(psutil.Error):
+                if server is None or child.pid != server.pid:
+                    times = child.cpu_times()
+                    others += times.user + times.system
+        view.beat({"actor": "fork-server", "role": "launcher", "process": "fork-server", "cpu_s": others}, now)
+        await asyncio.sleep(BEAT_EVERY_S)
+
+
+async def _show(screen: Screen, view: RunView, supervisor: Supervisor, folder: Path) -> None:
+    pids: dict[str, int] = {}
+    while True:
+        if supervisor.pids != pids:
+            pids = supervisor.pids
+            _write_private(folder / "processes.json", dict(pids))
+        screen.show(view, time.time())
+        await asyncio.sleep(SHOW_EVERY_S)

@@ -1,0 +1,112 @@
+"""Version 0 of a run: the user's model, or one made on the spot, warm-started by SFT if the recipe says so.
+
+Runs in a process of its own, since it needs torch and the launcher does not. Done once per run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ops.host import initial_model, replace_folder
+from ops.recipe import Recipe
+from schemas import UserError
+
+PROGRESS_EVERY_S = 2.0
+
+
+def prepare(recipe: Recipe, folder: Path) -> Path:
+    """Make `folder/initial`, unless it is there. Raises `UserError`."""
+    final = initial_model(folder)
+    if final.exists():
+        return final
+    from ops.models import prepare_model
+
+    source = prepare_model(recipe.model, recipe.base, folder / "made", recipe.seed)
+    aside = final.with_name(f".{final.name}-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if recipe.sft is not None:
+        _warm_start(recipe, source, aside)
+    else:
+        _copy(source, aside)
+    replace_folder(aside, final)
+    return final
+
+
+def _load(source: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The model {source} cannot be loaded: {str(error).splitlines()[0]}",
+            "model.path is the folder of a Hugging Face causal language model, or its name on the hub.",
+        ) from error
+
+
+def _copy(source: str, aside: Path) -> None:
+    from ops.text import HfTokenizer
+
+    model = _load(source)
+    model.save_pretrained(aside)
+    HfTokenizer(source).save(aside)
+
+
+def _warm_start(recipe: Recipe, source: str, aside: Path) -> None:
+    import torch
+
+    from actors.functions import load_function
+    from actors.trainer.config import SftConfig
+    from actors.trainer.sft import train_sft
+    from ops.text import HfTokenizer
+
+    assert recipe.sft is not None
+    torch.set_num_threads(recipe.trainer.threads)
+    demonstration = load_function(recipe.sft.examples, recipe.base)
+    config = SftConfig(**recipe.sft.model_dump(exclude={"examples"}))
+    tokenizer = HfTokenizer(source)
+    end = tokenizer.eos_token_id
+    model = _load(source)
+
+    def example(progress: float, random: Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        prompt, response = demonstration(random, progress)
+        return tokenizer.encode_prompt(prompt), (*tokenizer.encode(response), end)
+
+    started = shown = time.monotonic()
+    mean = 0.0
+
+    def on_step(step: int, loss: float) -> None:
+        nonlocal shown, mean
+        mean = loss if step == 0 else 0.95 * mean + 0.05 * loss
+        now = time.monotonic()
+        if now - shown > PROGRESS_EVERY_S or step + 1 == config.steps:
+            shown = now
+            left = (now - started) / (step + 1) * (config.steps - step - 1)
+            print(f"warm start: step {step + 1} of {config.steps}, loss {mean:.3f}, {left:.0f} s left", flush=True)
+
+    train_sft(model, example, config, on_step)
+    model.save_pretrained(aside)
+    tokenizer.save(aside)
+
+
+def main(recipe_yaml: str, folder: Path) -> None:
+    """`prepare` as the whole of a process. Exits with 2 after a `UserError`, which it leaves in a file."""
+    from ops.host import EXIT_USER_ERROR, ProcessSpec
+
+    spec = ProcessSpec((("trainer", "prepare"),), "", "", folder, recipe_yaml)
+    spec.error_file.parent.mkdir(parents=True, exist_ok=True)
+    spec.error_file.unlink(missing_ok=True)
+    try:
+        prepare(Recipe.from_yaml(recipe_yaml), folder)
+    except UserError as error:
+        spec.leave(error)
+        sys.exit(EXIT_USER_ERROR)

@@ -1,0 +1,188 @@
+"""Starts processes and starts them again when they die.
+
+Children come from a fork server that has imported torch and transformers once: a worker starts in a tenth of a second
+instead of four, shares that memory, and is back as fast after a kill. If the launcher dies, the fork server ends, and
+with it, by their parent-death signal, all children: no orphans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import structlog
+
+from ops.host import EXIT_DONE, EXIT_USER_ERROR, ProcessSpec
+from ops.host import main as host_main
+from schemas import UserError
+
+log = structlog.get_logger()
+
+BACKOFF_S = 0.2
+BACKOFF_MAX_S = 10.0
+STEADY_S = 20.0  # a process that lived so long and dies is started at once
+FAILURES_MAX = 8  # deaths in a row, each before STEADY_S
+WATCH_S = 0.05
+DRAIN_S = 30.0
+PR_SET_PDEATHSIG = 1
+
+_PRELOAD = ["ops.preload"]
+
+
+def fork_server(heavy: bool = True) -> multiprocessing.context.BaseContext:
+    """The context whose children are forked from a server with torch already imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD if heavy else ["ops.host"])
+    return context
+
+
+def _child(target: Callable[..., None], args: tuple[object, ...], output: Path) -> None:
+    """What a forked child does first: die with its parent, leave the terminal alone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    target(*args)
+
+
+@dataclasses.dataclass(slots=True)
+class _Child:
+    spec: ProcessSpec
+    process: BaseProcess
+    started_s: float
+    failures: int = 0
+    restarts: int = 0
+    restart_at_s: float | None = None  # it died, and is started again then
+    done: bool = False
+
+
+class Supervisor:
+    """The processes of one machine. `note(text)` tells the person what happened to them."""
+
+    def __init__(self, note: Callable[[str], None] = lambda _: None) -> None:
+        self.note = note
+        self._context = fork_server()
+        self._children: dict[str, _Child] = {}
+        self.draining = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process name to pid, of those alive."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process.pid is not None and child.process.exitcode is None
+        }
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Process name to how often it was started again."""
+        return {name: child.restarts for name, child in self._children.items() if child.restarts}
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Start a process."""
+        self._children[spec.name] = _Child(spec, self._spawn(spec), time.monotonic())
+
+    def _spawn(self, spec: ProcessSpec) -> BaseProcess:
+        output = spec.folder / "logs" / f"{spec.name}.out"
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=_child, args=(host_main, (spec,), output), name=spec.name
+        )
+        process.start()
+        return process  # type: ignore[no-any-return]
+
+    async def watch(self) -> None:
+        """Return when all processes are done, or have ended while draining.
+
+        Raises:
+            UserError: a process found something that only the user can mend, or dies again and again.
+        """
+        while not all(child.done for child in self._children.values()):
+            await asyncio.sleep(WATCH_S)
+            for child in list(self._children.values()):
+                if child.done or child.process.exitcode is None:
+                    continue
+                if child.restart_at_s is None or self.draining:
+                    self._ended(child, child.process.exitcode)
+                elif time.monotonic() >= child.restart_at_s:
+                    self._restart(child)
+
+    def _ended(self, child: _Child, status: int) -> None:
+        name = child.spec.name
+        if status == EXIT_DONE or self.draining:
+            child.done = True
+            return
+        if status == EXIT_USER_ERROR and (error := child.spec.left_error()):
+            child.done = True
+            raise error
+        lived_s = time.monotonic() - child.started_s
+        child.failures = child.failures + 1 if lived_s < STEADY_S else 1
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), failures=child.failures)
+        if child.failures >= FAILURES_MAX and status > 0:
+            child.done = True
+            raise UserError(
+                f"{name} {how}, {child.failures} times in a row.",
+                f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}.",
+            )
+        self.note(f"{name} {how}; it is started again")
+        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (child.failures - 2)) if child.failures > 1 else 0.0
+        child.restart_at_s = time.monotonic() + wait_s
+
+    def _restart(self, child: _Child) -> None:
+        child.process = self._spawn(child.spec)
+        child.started_s = time.monotonic()
+        child.restart_at_s = None
+        child.restarts += 1
+
+    async def drain(self, grace_s: float = DRAIN_S) -> None:
+        """End all processes: SIGTERM, so that they hand over and save; after `grace_s` SIGKILL."""
+        self.draining = True
+        alive = [child for child in self._children.values() if child.process.exitcode is None]
+        for child in alive:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+        deadline = time.monotonic() + grace_s
+        while any(child.process.exitcode is None for child in alive) and time.monotonic() < deadline:
+            await asyncio.sleep(WATCH_S)
+        self.kill()
+        for child in self._children.values():
+            child.done = True
+
+    def kill(self) -> None:
+        """End what still runs, at once."""
+        for child in self._children.values():
+            if child.process.exitcode is None:
+                log.warning("process_killed", process=child.spec.name)
+                child.process.kill()
+
+
+async def run_once(target: Callable[..., None], args: tuple[object, ...], spec: ProcessSpec, output: Path) -> None:
+    """Run a function in a process of its own to its end.
+
+    Raises:
+        UserError: it left one, or it died.
+    """
+    process = fork_server().Process(target=_child, args=(target, args, output), name=spec.name)  # type: ignore[attr-defined]
+    process.start()
+    try:
+        while process.exitcode is None:
+            await asyncio.sleep(WATCH_S)
+    finally:
+        if process.exitcode is None:
+            process.kill()
+    if process.exitcode == EXIT_USER_ERROR and (error := spec.left_error()):
+        raise error
+    if process.exitcode != 0:
+        raise UserError(f"{spec.name} ended with status {process.exitcode}.", f"Its last words are in {output}.")

@@ -1,0 +1,69 @@
+"""Between text and tokens, by the model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from schemas import UserError
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer as a rollout worker needs it."""
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._path = path
+
+    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
+        """Token ids of a text as it stands, or of chat messages by the model's chat template, ready for the answer.
+
+        Raises `UserError` if there are chat messages and the tokenizer has no template for them.
+        """
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer(prompt)["input_ids"])
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"The data holds chat messages, but the tokenizer of {self._path} has no chat template.",
+                "Use a chat model, or let the data's `prompt` be text.",
+            )
+        return tuple(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a bare text, without special tokens."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def stop_token_ids(self, stop: Sequence[str], model_eos: int | Sequence[int] | None) -> tuple[int, ...]:
+        """Ids that end an answer: the model's and the tokenizer's end of sequence, and the tokens named in `stop`.
+
+        Raises `UserError` if a name is no single token.
+        """
+        ids = set() if model_eos is None else {model_eos} if isinstance(model_eos, int) else set(model_eos)
+        if self._tokenizer.eos_token_id is not None:
+            ids.add(self._tokenizer.eos_token_id)
+        vocabulary = self._tokenizer.get_vocab()
+        for name in stop:
+            if name not in vocabulary:
+                raise UserError(
+                    f"rollout.stop names {name!r}, which is no token of {self._path}.", "Name whole tokens."
+                )
+            ids.add(vocabulary[name])
+        return tuple(sorted(ids))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer beside a model."""
+        self._tokenizer.save_pretrained(folder)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends an answer. Raises `UserError` if there is none."""
+        if self._tokenizer.eos_token_id is None:
+            raise UserError(f"The tokenizer of {self._path} has no end-of-sequence token.", "Set its eos_token.")
+        return int(self._tokenizer.eos_token_id)
