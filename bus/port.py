@@ -12,11 +12,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from bus.table import Consumer, Stream
-from schemas import Message, decode, parse_sample_id
+from schemas import Message, Partial, decode, parse_sample_id
 
 ID_HEADER = "Nats-Msg-Id"
 RUN_HEADER = "Rs-Run"
 VERSIONS_HEADER = "Rs-Versions"  # "<oldest>-<newest>" policy version, absent if the message has none
+REASON_HEADER = "Rs-Reason"  # of dead letters, as are the next three: where the entry stood, and its id there
+FROM_HEADER = "Rs-From"
+SEQ_HEADER = "Rs-Seq"
+WAS_HEADER = "Rs-Was"
+REASON_CHARS_MAX = 500
 
 
 class BusUnavailable(Exception):
@@ -69,6 +74,31 @@ class Entry:
     def message(self) -> Message:
         """The decoded message. Raises `schemas.MalformedMessage`."""
         return decode(self.data)
+
+
+def key_of(message: Message) -> str:
+    """The key under which the message stands in a keyed stream; empty for the other streams."""
+    return message.sample_id if isinstance(message, Partial) else ""
+
+
+def headers_of(run: str, message: Message) -> dict[str, str]:
+    """The headers that every message of a run carries."""
+    headers = {ID_HEADER: message.id, RUN_HEADER: run}
+    if message.versions is not None:
+        headers[VERSIONS_HEADER] = "{}-{}".format(*message.versions)
+    return headers
+
+
+def dead_letter_headers(run: str, entry: Entry, reason: str) -> dict[str, str]:
+    """The headers of an entry's dead letter. Its id names the place, so an entry has one dead letter."""
+    return {
+        ID_HEADER: f"{entry.stream.name}/{entry.seq}",
+        RUN_HEADER: run,
+        REASON_HEADER: " ".join(reason.split())[:REASON_CHARS_MAX],
+        FROM_HEADER: entry.stream.name,
+        SEQ_HEADER: str(entry.seq),
+        WAS_HEADER: entry.id,
+    }
 
 
 class Delivery(Protocol):

@@ -93,6 +93,7 @@ PUBLISH_DEADLINE_S: Final = 120.0  # all attempts under one id; then the actor e
 PUBLISH_WINDOW_BYTES: Final = 32 << 20  # the server's ingest queue holds 128 MB a stream
 PUBLISH_WINDOW_MESSAGES: Final = 256
 LEASE_S: Final = 3.0
+LEASE_MIN_S: Final = 1.0  # the server knows no shorter time to live
 BEAT_EVERY_S: Final = 1.0
 
 

@@ -78,8 +78,8 @@ def url_of(folder: Path) -> str | None:
 class NatsServer:
     """A `nats-server` process on 127.0.0.1 with JetStream in `<folder>/nats`.
 
-    `start`, then `supervise` as a task, `stop` at the end. Files in that folder: `server.conf` and `url` (mode 0600: they
-    hold the password), `store/`, `server.log`, `server.pid`, `lock`.
+    `start`, then `supervise` as a task, `stop` at the end. Files in that folder: `server.conf` and `url` (mode 0600,
+    since they hold the password), `store/`, `server.log`, `server.pid`, `lock`.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class NatsServer:
         return await self._launch(keep_port=True)
 
     async def stop(self) -> None:
-        """End the server: SIGTERM, a bounded wait, SIGKILL. Gives the folder free. Does nothing if it is not running."""
+        """End the server, if it runs, and give the folder free: SIGTERM, a bounded wait, SIGKILL."""
         self._stopping = True
         await self._end()
         if self._lock is not None:
@@ -187,7 +187,7 @@ class NatsServer:
         assert self._lock is not None, "call start first"
         with log_path.open("ab") as log:
             offset = log.tell()
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220  # a fork of a few ms; asyncio's would be tied to one loop
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -225,7 +225,7 @@ class NatsServer:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             deadline_s = time.monotonic() + STOP_TIMEOUT_S
-            while process.poll() is None and time.monotonic() < deadline_s:
+            while process.poll() is None and time.monotonic() < deadline_s:  # noqa: ASYNC110  # a process sets no event
                 await asyncio.sleep(POLL_S)
             if process.poll() is None:
                 process.kill()

@@ -1,0 +1,387 @@
+"""The log on NATS JetStream: the real adapter of `bus.port.Bus`.
+
+Facts about server 2.15 that this rests on, each found by experiment and held by a test in `tests/bus`:
+- `Nats-Expected-Last-Sequence` is checked before the id is looked up. A retry whose first try was stored is therefore
+  refused as a wrong sequence (10071), not answered as a duplicate; and an id that stands elsewhere in the stream is
+  answered as a duplicate, with nothing stored, although the expected sequence was right. So a fenced writer looks what
+  stands at its place. A refused message does not use up its id.
+- A full stream answers 10077 "maximum bytes exceeded", a full disk 10077 too, with the system's words.
+- A lease's time to live is at least one second, and the subject's last sequence is 0 again once it has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgpack
+import structlog
+
+from bus import pull
+from bus.connection import HEADER_BYTES_MAX, Connection, Incoming
+from bus.port import (
+    ID_HEADER,
+    RUN_HEADER,
+    Ack,
+    BusUnavailable,
+    ConsumerInfo,
+    Entry,
+    Fenced,
+    StreamInfo,
+    Subscription,
+    dead_letter_headers,
+    headers_of,
+    key_of,
+)
+from bus.publish import Publisher, WrongSequence, stored_at
+from bus.table import (
+    CONSUMERS,
+    DEAD,
+    DEDUPE_WINDOW_S,
+    LEASE_MIN_S,
+    LEASES,
+    PUBLISH_DEADLINE_S,
+    STREAM_OF,
+    STREAMS,
+    Consumer,
+    Stream,
+    beats_subject,
+    check_run_name,
+    stream_name,
+    subject,
+)
+from schemas import PAYLOAD_BYTES_MAX, Message, UserError, encode
+
+RETRY_S = 0.05
+API_TIMEOUT_S = 2.0
+GET_TIMEOUT_S = 5.0  # a window of large entries may take its time
+GET_WINDOW = 32
+WAITING_PULLS_MAX = 2048
+CREATE_ATTEMPTS = 5
+BEATS_MAX = 1000  # a listener that falls behind misses the oldest
+BEAT_BYTES_MAX = 64 << 10
+
+EXPECTED_SEQ_HEADER = "Nats-Expected-Last-Sequence"
+EXPECTED_SUBJECT_SEQ_HEADER = "Nats-Expected-Last-Subject-Sequence"
+TTL_HEADER = "Nats-TTL"
+
+IN_USE_DIFFERENTLY = 10058  # the stream exists with another configuration
+CONSUMER_EXISTS = 10148
+STREAM_NOT_FOUND = 10059
+CREATE_FAILED = 10049  # after deletes, once in a while; the next try succeeds
+
+_log = structlog.get_logger()
+
+
+class JetStreamBus:
+    """The log of one run on a NATS server with JetStream; see `bus.port.Bus` for what each method promises."""
+
+    def __init__(self, run: str, url: str, name: str = "") -> None:
+        self.run = check_run_name(run)
+        self._connection = Connection(url, name)
+        self._publisher = Publisher(self._connection)
+
+    async def connect(self) -> None:
+        """Connect. Raises `UserError` with the remedy."""
+        await self._connection.connect()
+
+    async def close(self) -> None:
+        """Flush and disconnect."""
+        await self._connection.close()
+
+    async def setup(self, ack_wait_s: float | None = None) -> None:
+        """Create the run's streams and consumers, or leave them as they are."""
+        for stream in STREAMS:
+            await self._create(f"STREAM.CREATE.{stream_name(self.run, stream)}", self._stream_config(stream))
+            for consumer in CONSUMERS:
+                if consumer.stream is stream:
+                    config = _consumer_config(consumer, ack_wait_s or consumer.ack_wait_s)
+                    body = {"stream_name": stream_name(self.run, stream), "action": "create", "config": config}
+                    await self._create(f"CONSUMER.CREATE.{body['stream_name']}.{consumer.name}", body)
+
+    async def exists(self) -> bool:
+        """Whether the run has been set up: its last stream is there."""
+        return await self._stream_state(STREAMS[-1]) is not None
+
+    async def publish(self, message: Message) -> Ack:
+        """Store a message under its id, with retries under the same id."""
+        target = subject(self.run, STREAM_OF[type(message)], key_of(message))
+        return await self._publisher.store(target, encode(message), headers_of(self.run, message))
+
+    async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
+        """Store messages in order directly after `last_seq`, pipelined; returns the new last sequence."""
+        sent: list[asyncio.Future[Incoming | None]] = []
+        for place, message in enumerate(messages, last_seq + 1):
+            sent.append(await self._publisher.post(*self._fenced(message, place)))
+        stored = True
+        for place, (message, future) in enumerate(zip(messages, sent, strict=True), last_seq + 1):
+            stored = stored_at(await future) == place and stored
+            if not stored:  # it or one before it got no good answer: one by one, each checked
+                await self._place(message, place)
+        return last_seq + len(messages)
+
+    def _fenced(self, message: Message, place: int) -> tuple[str, bytes, dict[str, str]]:
+        target = subject(self.run, STREAM_OF[type(message)], key_of(message))
+        return target, encode(message), {**headers_of(self.run, message), EXPECTED_SEQ_HEADER: str(place - 1)}
+
+    async def _place(self, message: Message, place: int) -> None:
+        stream = STREAM_OF[type(message)]
+        try:
+            ack = await self._publisher.store(*self._fenced(message, place))
+        except WrongSequence as error:
+            there = await self._leader_get(stream, {"seq": place})
+            if there is not None and there.id == message.id:
+                return
+            found = f"holds {there.id!r}" if there else "is not the next"
+            raise Fenced(f"{stream.name}: place {place} of {message.id!r} {found} ({error})") from None
+        if ack.seq != place:
+            raise Fenced(f"{stream.name}: {message.id!r} stands at {ack.seq} already, not at {place}")
+
+    async def dead_letter(self, entry: Entry, reason: str) -> None:
+        """Store an entry's raw bytes in the dead-letter stream."""
+        headers = dead_letter_headers(self.run, entry, reason)
+        await self._publisher.store(subject(self.run, DEAD, entry.stream.name), entry.data, headers)
+
+    def subscribe(self, consumer: Consumer) -> Subscription:
+        """A worker's end of a shared durable consumer."""
+        return pull.JetStreamSubscription(self._connection, self.run, consumer.stream, consumer.name)
+
+    def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
+        """All entries from `start` on, and then the new ones."""
+        return pull.read(self._connection, self.run, stream, start)
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The entries at these sequences, in this order."""
+        target = f"$JS.API.DIRECT.GET.{stream_name(self.run, stream)}"
+        entries: list[Entry] = []
+        asked: deque[tuple[int, asyncio.Future[Incoming | None]]] = deque()
+        for seq in [*seqs, *[0] * GET_WINDOW]:  # the zeros at the end only drain the window
+            if len(asked) >= GET_WINDOW or (seq == 0 and asked):
+                at, future = asked.popleft()
+                entries.append(await self._got(stream, at, await future))
+            if seq > 0:
+                asked.append((seq, await self._connection.post(target, b'{"seq":%d}' % seq, GET_TIMEOUT_S)))
+        return entries
+
+    async def _got(self, stream: Stream, seq: int, reply: Incoming | None) -> Entry:
+        if reply is not None and (entry := self._direct_entry(stream, reply)) is not None:
+            return entry
+        # No answer yet, or a replica that lags behind: the leader knows for certain.
+        leader_entry = await self._leader_get(stream, {"seq": seq})
+        if leader_entry is None:
+            raise LookupError(f"{stream.name} of run {self.run} holds nothing at sequence {seq}")
+        return leader_entry
+
+    async def last(self, stream: Stream, key: str = "") -> Entry | None:
+        """The newest entry, of that key for keyed streams; None if there is none."""
+        wanted = subject(self.run, stream, key or ">") if stream.keyed else subject(self.run, stream)
+        target = f"$JS.API.DIRECT.GET.{stream_name(self.run, stream)}"
+        reply = await self._connection.request(target, json.dumps({"last_by_subj": wanted}).encode(), API_TIMEOUT_S)
+        if reply is not None and (reply.headers or {}).get("Status") == "404":
+            return None
+        entry = self._direct_entry(stream, reply) if reply is not None else None
+        return entry or await self._leader_get(stream, {"last_by_subj": wanted})
+
+    async def info(self, stream: Stream) -> StreamInfo:
+        """What the stream holds."""
+        state = await self._stream_state(stream)
+        if state is None:
+            raise BusUnavailable(f"run {self.run} has no stream {stream.name}: it has not been set up")
+        last, count = int(state["last_seq"]), int(state["messages"])
+        return StreamInfo(int(state["first_seq"]) if count else last + 1, last, count, int(state["bytes"]))
+
+    async def backlog(self, consumer: Consumer) -> ConsumerInfo:
+        """What waits for the consumer's workers."""
+        answer = await self._api(f"CONSUMER.INFO.{stream_name(self.run, consumer.stream)}.{consumer.name}")
+        _refuse(answer, f"consumer {consumer.name} of run {self.run}")
+        return ConsumerInfo(int(answer["num_pending"]), int(answer["num_ack_pending"]), int(answer["num_redelivered"]))
+
+    async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
+        """Take the lease if it is free; returns its revision."""
+        return await self._lease(name, holder, 0, ttl_s)
+
+    async def renew(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
+        """Hold on to a lease; returns the new revision, None if it was lost."""
+        return await self._lease(name, holder, revision, ttl_s)
+
+    async def release(self, name: str, revision: int) -> None:
+        """Give a lease up, unless it is another's by now."""
+        await self._api(f"STREAM.MSG.DELETE.{stream_name(self.run, LEASES)}", {"seq": revision, "no_erase": True})
+
+    async def _lease(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
+        target = subject(self.run, LEASES, name)
+        headers = {
+            ID_HEADER: f"{name}/{uuid.uuid4().hex}",
+            RUN_HEADER: self.run,
+            TTL_HEADER: f"{round(max(ttl_s, LEASE_MIN_S) * 1000)}ms",
+            EXPECTED_SUBJECT_SEQ_HEADER: str(revision),
+        }
+        try:
+            return (await self._publisher.store(target, holder.encode(), headers)).seq
+        except WrongSequence:
+            now = await self._leader_get(
+                LEASES, {"last_by_subj": target}
+            )  # ours, if only the acknowledgement of an earlier try was lost
+            return now.seq if now is not None and now.id == headers[ID_HEADER] else None
+
+    async def beat(self, gauges: Mapping[str, Any]) -> None:
+        """Tell who listens how this actor is."""
+        try:
+            packed = msgpack.packb(dict(gauges))
+        except (TypeError, ValueError, OverflowError) as error:
+            _log.warning("beat_not_sent", error=str(error))
+            return
+        if len(packed) <= BEAT_BYTES_MAX and self._connection.is_up:
+            await self._connection.send(beats_subject(self.run), packed, headers={RUN_HEADER: self.run})
+
+    async def beats(self) -> AsyncIterator[dict[str, Any]]:
+        """The gauges of all actors of the run as they come."""
+        came: asyncio.Queue[bytes] = asyncio.Queue(BEATS_MAX)
+
+        def take(message: Incoming) -> None:
+            if came.full():
+                came.get_nowait()
+            came.put_nowait(message.data)
+
+        listener = await self._connection.listen(beats_subject(self.run), take)
+        try:
+            while True:
+                gauges = parse_beat(await came.get())
+                if gauges is not None:
+                    yield gauges
+        finally:
+            await listener.close()
+
+    async def purge(self, stream: Stream, below_seq: int) -> None:
+        """Delete entries below a sequence."""
+        if below_seq > 1:
+            answer = await self._api(f"STREAM.PURGE.{stream_name(self.run, stream)}", {"seq": below_seq})
+            _refuse(answer, f"purge of {stream.name}")
+
+    async def _api(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of the JetStream API, errors included, retried over outages until `PUBLISH_DEADLINE_S`."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + PUBLISH_DEADLINE_S
+        payload = json.dumps(body).encode() if body is not None else b""
+        while True:
+            reply = await self._connection.request(f"$JS.API.{what}", payload, API_TIMEOUT_S)
+            if reply is not None and reply.data:
+                answer: dict[str, Any] = json.loads(reply.data)
+                return answer
+            if loop.time() > until_s:
+                raise BusUnavailable(f"no answer to {what} within {PUBLISH_DEADLINE_S:.0f} s; is JetStream enabled?")
+            await self._connection.until_up(until_s - loop.time())
+            await asyncio.sleep(RETRY_S)
+
+    async def _create(self, what: str, body: dict[str, Any]) -> None:
+        problem = ""
+        for attempt in range(CREATE_ATTEMPTS):
+            error = (await self._api(what, body)).get("error") or {}
+            if not error or error.get("err_code") in (IN_USE_DIFFERENTLY, CONSUMER_EXISTS):
+                return
+            problem = error.get("description", "refused")
+            if error.get("err_code") != CREATE_FAILED:
+                break
+            await asyncio.sleep(RETRY_S * 2**attempt)
+        raise UserError(
+            f"The NATS server cannot create {what.rpartition('.')[2]} for run {self.run}: {problem}.",
+            "Check its JetStream limits (max_file_store, permissions) and disk space.",
+        )
+
+    def _stream_config(self, stream: Stream) -> dict[str, Any]:
+        return {
+            "name": stream_name(self.run, stream),
+            "subjects": [subject(self.run, stream, ">") if stream.keyed else subject(self.run, stream)],
+            "retention": "limits",
+            "discard": "new",
+            "storage": "file",
+            "max_bytes": stream.bytes_max,
+            "max_msg_size": PAYLOAD_BYTES_MAX + HEADER_BYTES_MAX,
+            "max_msgs_per_subject": 1 if stream.newest_only else -1,
+            "max_msgs": -1,
+            "max_consumers": -1,
+            "max_age": 0,
+            "num_replicas": 1,
+            "duplicate_window": int(DEDUPE_WINDOW_S * 1e9),
+            "allow_direct": True,
+            "allow_msg_ttl": stream.expires,
+        }
+
+    async def _stream_state(self, stream: Stream) -> dict[str, Any] | None:
+        answer = await self._api(f"STREAM.INFO.{stream_name(self.run, stream)}")
+        if answer.get("error", {}).get("err_code") == STREAM_NOT_FOUND:
+            return None
+        _refuse(answer, f"stream {stream.name} of run {self.run}")
+        state: dict[str, Any] = answer["state"]
+        return state
+
+    def _direct_entry(self, stream: Stream, reply: Incoming) -> Entry | None:
+        headers = dict(reply.headers or {})
+        if "Nats-Sequence" not in headers:
+            return None
+        seq, where = int(headers.pop("Nats-Sequence")), headers.pop("Nats-Subject")
+        stamp = headers.pop("Nats-Time-Stamp")
+        headers.pop("Nats-Stream")
+        return Entry(stream, seq, pull.key_in(self.run, stream, where), headers, reply.data, _unix_s(stamp))
+
+    async def _leader_get(self, stream: Stream, which: dict[str, Any]) -> Entry | None:
+        """One entry by the leader's word: replicas may lag, and a fence must not."""
+        answer = await self._api(f"STREAM.MSG.GET.{stream_name(self.run, stream)}", which)
+        if answer.get("error", {}).get("code") == 404 and answer["error"].get("err_code") != STREAM_NOT_FOUND:
+            return None
+        _refuse(answer, f"stream {stream.name} of run {self.run}")
+        found = answer["message"]
+        return Entry(
+            stream=stream,
+            seq=int(found["seq"]),
+            key=pull.key_in(self.run, stream, found["subject"]),
+            headers=_headers(base64.b64decode(found.get("hdrs", ""))),
+            data=base64.b64decode(found.get("data", "")),
+            time_s=_unix_s(found["time"]),
+        )
+
+
+def parse_beat(packed: bytes) -> dict[str, Any] | None:
+    """The gauges in a heartbeat, None if it is malformed: anybody on the server may write there."""
+    gauges: object = None
+    with contextlib.suppress(Exception):  # msgpack raises a dozen kinds
+        gauges = msgpack.unpackb(packed[:BEAT_BYTES_MAX], max_array_len=4096, max_map_len=4096)
+    if isinstance(gauges, dict) and all(isinstance(key, str) for key in gauges):
+        return gauges
+    return None
+
+
+def _consumer_config(consumer: Consumer, ack_wait_s: float) -> dict[str, Any]:
+    return {
+        "name": consumer.name,
+        "durable_name": consumer.name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": int(ack_wait_s * 1e9),
+        "max_ack_pending": consumer.ack_pending_max,
+        "max_deliver": -1,  # the shell counts; the server would leave the message behind without a record
+        "max_waiting": WAITING_PULLS_MAX,
+    }
+
+
+def _refuse(answer: Mapping[str, Any], what: str) -> None:
+    if "error" in answer:
+        raise BusUnavailable(f"{what}: {answer['error'].get('description', 'refused')}")
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    pairs = (line.partition(":") for line in raw.decode(errors="replace").split("\r\n")[1:] if line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _unix_s(stamp: str) -> float:
+    """`2026-01-02T03:04:05.678901234Z` as Unix time; Python reads microseconds only."""
+    whole, _, fraction = stamp.rstrip("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")

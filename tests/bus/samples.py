@@ -1,0 +1,57 @@
+"""Messages, and small ways to read them, that the tests of the bus share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from bus.port import Bus, Delivery, Entry, Subscription
+from schemas import Partial, Prompt, Rollout
+
+ACK_WAIT_S = 0.6
+WAIT_S = 3.0
+
+NewClient: TypeAlias = Callable[[], Awaitable[Bus]]
+
+
+def prompt(group: int, index: int = 0) -> Prompt:
+    return Prompt(group_id=group, index=index, group_size=8, prompt="2+3=", task={"answer": "5"}, seed=7, min_version=4)
+
+
+def partial(group: int, tokens: int) -> Partial:
+    logprobs = np.full(tokens, -0.5)
+    return Partial(group_id=group, index=0, tokens=range(tokens), logprobs=logprobs, segments=[(3, tokens)])
+
+
+def rollout(group: int, index: int = 0, tokens: int = 20) -> Rollout:
+    return Rollout(
+        group_id=group,
+        index=index,
+        group_size=8,
+        prompt="2+3=",
+        task={"answer": "5"},
+        prompt_tokens=[1, 2, 3],
+        tokens=np.arange(tokens),
+        logprobs=np.full(tokens, -0.5),
+        segments=[(3, tokens)],
+        finish="stop",
+        text="5",
+    )
+
+
+async def take(entries: AsyncIterator[Entry], count: int) -> list[Entry]:
+    async with asyncio.timeout(WAIT_S):
+        return [await anext(entries) for _ in range(count)]
+
+
+def groups(deliveries: Sequence[Delivery]) -> list[int]:
+    return [delivery.entry.sample[0] for delivery in deliveries if delivery.entry.sample]
+
+
+async def fetch_until(subscription: Subscription, count: int, wait_s: float = WAIT_S) -> list[Delivery]:
+    out: list[Delivery] = []
+    async with asyncio.timeout(wait_s):
+        while len(out) < count:
+            out += await subscription.fetch(100, 0.2)
+    return out
