@@ -80,9 +80,9 @@ def line_chart(
         rows[row] = rows[row][:column] + Text("◆", "bold yellow") + rows[row][column + 1 :]
 
     out = []
-    for index, row in enumerate(rows):
+    for index, line_of_dots in enumerate(rows):
         label = {0: labels[0], (height - 1) // 2: labels[1], height - 1: labels[2]}.get(index, "")
-        out.append(Text(f"{label:>{gutter - 2}} {'┤' if label else '│'}", "dim") + row)
+        out.append(Text(f"{label:>{gutter - 2}} {'┤' if label else '│'}", "dim") + line_of_dots)
     out.append(Text(" " * (gutter - 1) + "└" + "─" * inner, "dim"))
     first, last = "0", str(columns - 1)
     out.append(Text(" " * gutter + first + last.rjust(inner - len(first)), "dim"))

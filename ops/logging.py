@@ -92,7 +92,13 @@ class _Library(logging.Handler):
         structlog.get_logger().warning("library_warned", library=record.name, said=record.getMessage())
 
 
-def _warned(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-    structlog.get_logger().warning(
-        "python_warned", category=category.__name__, said=str(message), at=f"{filename}:{lineno}"
-    )
+def _warned(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: object = None,
+) -> None:
+    at = f"{filename}:{lineno}"
+    structlog.get_logger().warning("python_warned", category=category.__name__, said=str(message), at=at)

@@ -208,7 +208,9 @@ def plot(summary: Summary, path: Path) -> None:
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
         figure = plt.figure(figsize=(14, 9.5), layout="constrained")
         figure.suptitle(f"{summary.run}: {summary.steps} steps in {summary.seconds:.0f} s")
-        top, middle, bottom = figure.subfigures(3, 1)  # rows of their own, so that long labels widen no other row
+        top, middle, bottom = figure.subfigures(3, 1, squeeze=False)[
+            :, 0
+        ]  # rows of their own, so that long labels widen no other row
         reward, staleness = top.subplots(1, 2, width_ratios=(2, 1))
         lengths, rates, ages = middle.subplots(1, 3)
         idle, cpu = bottom.subplots(1, 2)

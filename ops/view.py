@@ -17,7 +17,7 @@ from schemas import Batch, StepDone
 
 SILENT_AFTER_S = 5.0  # beats come every second
 RATE_WINDOW_S = 10.0
-ROLES = ("controller", "rollout", "reward", "trainer", "nats", "supervisor")
+ROLES = ("controller", "rollout", "reward", "trainer", "nats", "launcher")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,262 @@
+"""The command line: parses, builds, runs; nothing else. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from schemas import UserError
+
+app = typer.Typer(
+    name="rollstream",
+    help="Fully asynchronous reinforcement learning for language models on a durable message log.",
+    epilog="Begin with: rollstream doctor, then rollstream run recipes/running_total.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure. Each benchmark is one command and prints a table.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+RecipePath = Annotated[Path, typer.Argument(help="A recipe: a YAML file, such as recipes/running_total.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]", help="Changes to the recipe, such as trainer.lr=1e-4 steps=20."),
+]
+RunDir = Annotated[Path | None, typer.Option("--dir", help="The run's folder; by default runs/NAME-TIMESTAMP.")]
+NatsUrl = Annotated[str | None, typer.Option("--nats", help="An existing NATS server, nats://user:password@host:port.")]
+RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name on that server.")]
+RunTarget = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")]
+
+
+@app.command()
+def run(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    folder: RunDir = None,
+    nats: NatsUrl = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest run of this recipe, or --dir.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live screen.")] = False,
+) -> None:
+    """Train: all actors on this machine, with a live screen; at the end a summary and a plot.
+
+    Ctrl-C drains: samples are handed over, a checkpoint is written. A second Ctrl-C kills. Either way nothing is
+    lost, and `--resume` goes on exactly where the run stood.
+
+    ```
+    rollstream run recipes/running_total.yaml
+    rollstream run recipes/running_total.yaml controller.max_staleness=0 steps=40
+    rollstream run recipes/running_total.yaml --resume
+    rollstream run my.yaml --nats nats://user:password@host:4222
+    ```
+    """
+    from ops.folders import new_folder, newest_folder
+    from ops.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+    if folder is None:
+        folder = newest_folder(resolved.name) if resume else new_folder(resolved.name)
+    from ops import launch
+
+    _finish(launch.run(resolved, folder, resume=resume, nats=nats, plain=plain))
+
+
+@app.command()
+def up(
+    role: Annotated[Literal["controller", "rollout", "reward", "trainer"], typer.Argument(help="What to add.")],
+    run_folder: Annotated[str | None, typer.Option("--run", help="The run's folder or name, on this machine.")] = None,
+    nats: NatsUrl = None,
+    run_name: RunName = None,
+    count: Annotated[int, typer.Option("--count", min=1, max=1024, help="How many of them.")] = 1,
+) -> None:
+    """Add actors to a run, from any machine that reaches its NATS server. Ctrl-C takes them away again.
+
+    A rollout worker that leaves hands its unfinished samples to the others.
+
+    ```
+    rollstream up rollout --run runs/running-total-20250101-120000 --count 2
+    rollstream up rollout --nats nats://user:password@host:4222 --run-name running-total-20250101-120000
+    ```
+    """
+    from ops.folders import find_folder
+
+    if (nats is None) != (run_name is None):
+        raise UserError("--nats and --run-name belong together.", "Give both, or --run with the run's folder.")
+    from ops import launch
+
+    folder = find_folder(run_folder) if nats is None else None
+    _finish(launch.up(role, run_name, nats, folder, count))
+
+
+@app.command()
+def status(target: RunTarget = None, as_json: AsJson = False, nats: NatsUrl = None, run_name: RunName = None) -> None:
+    """Tell how a run stands: steps, streams, queues, and every actor that is up.
+
+    ```
+    rollstream status
+    rollstream status running-total-20250101-120000 --json
+    ```
+    """
+    from ops import status as command
+
+    _finish(command.main(target, as_json, nats, run_name))
+
+
+@app.command()
+def audit(target: RunTarget = None, as_json: AsJson = False) -> None:
+    """Check a run's log: bounded staleness, nothing lost, nothing twice. Exit status 1 if an invariant is broken.
+
+    ```
+    rollstream audit runs/running-total-20250101-120000
+    ```
+    """
+    from ops import audit as command
+    from ops.folders import find_folder
+
+    _finish(command.main(find_folder(target), as_json))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A finished run, or a model's folder.")],
+    recipe: Annotated[Path, typer.Option("--recipe", help="The recipe whose held-out problems are asked.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a finished run's model, or any other, on the recipe's held-out problems.
+
+    ```
+    rollstream eval runs/running-total-20250101-120000 --recipe recipes/running_total.yaml
+    rollstream eval ./my-model --recipe recipes/running_total.yaml evaluation.count=1000
+    ```
+    """
+    from ops.folders import model_of
+    from ops.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+    model = model_of(target)
+    from ops.evaluate import evaluate as score
+
+    async def told() -> int:
+        result = await score(resolved, model)
+        text = f"reward {result.reward:.4f} over {result.count} problems, {result.response_length:.1f} tokens an answer"
+        failed = f"; {result.failed} had no verdict and are left out" if result.failed else ""
+        print(json.dumps(result.to_json()) if as_json else text + failed)
+        return 0
+
+    _finish(told())
+
+
+@bench.command("async")
+def bench_async() -> None:
+    """Time the same recipe at staleness bound 0 and 4, with a quick and with a slow reward.
+
+    ```
+    rollstream bench async
+    ```
+    """
+    from ops import bench as command
+
+    _finish(command.bench_async())
+
+
+@app.command()
+def sft(recipe: RecipePath, overrides: Overrides = None, folder: RunDir = None) -> None:
+    """Make the recipe's model, warm-started by its `sft` section, without training it further.
+
+    ```
+    rollstream sft recipes/running_total.yaml --dir runs/warm
+    ```
+    """
+    from ops.folders import new_folder
+    from ops.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+    from ops.prepare import prepare
+
+    print(prepare(resolved, folder or new_folder(resolved.name)))
+
+
+@app.command()
+def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("recipe.yaml")) -> None:
+    """Write a recipe with every key explained, to start from with your own model, data and reward.
+
+    ```
+    rollstream init my.yaml
+    ```
+    """
+    from importlib.resources import files
+
+    text = files("recipes").joinpath("template.yaml").read_text(encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} exists and is left as it is.", "Name another file.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}.", "Name another file.") from None
+    print(f"Wrote {path}. Fill in model, data and reward, then: rollstream run {path}")
+
+
+@app.command()
+def doctor() -> None:
+    """Look whether this machine has what a run needs. Exit status 1 if something is missing.
+
+    ```
+    rollstream doctor
+    ```
+    """
+    from ops import doctor as command
+    from ops.folders import RUNS
+
+    raise typer.Exit(command.main(RUNS))
+
+
+@app.command()
+def version() -> None:
+    """Tell the version."""
+    from importlib.metadata import version as of
+
+    print(f"rollstream {of('rollstream')}")
+
+
+def main() -> None:
+    """The entry point. A `UserError` becomes one sentence and its remedy on standard error, and exit status 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.remedy:
+            print(f"  {error.remedy}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _finish(work: Coroutine[Any, Any, int]) -> None:
+    """Run a command's coroutine, on uvloop where there is one, and exit with the status that it returns."""
+    try:
+        import uvloop
+    except ImportError:
+        status = asyncio.run(work)
+    else:
+        status = uvloop.run(work)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Run folders: how a new one is named, and which one a person means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from pathlib import Path
+
+from schemas import UserError
+
+RUNS = Path("runs")
+_STAMP = re.compile(r"-\d{8}-\d{6}$")
+
+
+def new_folder(name: str, now_s: float | None = None) -> Path:
+    """The folder for a new run of the recipe `name`: `runs/<name>-<yyyymmdd>-<hhmmss>`, a name no other run has."""
+    now_s = time.time() if now_s is None else now_s
+    while True:
+        folder = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
+        if not folder.exists():
+            return folder
+        now_s += 1.0
+
+
+def newest_folder(name: str | None = None) -> Path:
+    """The newest run folder, of the recipe `name` if given. Raises `UserError` if there is none."""
+    found = [
+        path.parent for path in RUNS.glob("*/run.json") if name is None or _STAMP.sub("", path.parent.name) == name
+    ]
+    if not found:
+        what = f"of {name} " if name else ""
+        raise UserError(f"There is no run {what}in {RUNS.absolute()}.", "Start one: rollstream run RECIPE")
+    return max(found, key=lambda folder: (folder / "run.json").stat().st_mtime)
+
+
+def find_folder(target: str | None) -> Path:
+    """The run folder that a person means: a path, a name below `runs/`, or by default the newest.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if target is None:
+        return newest_folder()
+    for folder in (Path(target), RUNS / target):
+        if folder.is_dir():
+            return folder
+    raise UserError(f"There is no run {target!r}, neither as a path nor in {RUNS}/.", _known_runs(target))
+
+
+def _known_runs(target: str = "") -> str:
+    names = sorted(path.parent.name for path in RUNS.glob("*/run.json"))
+    near = difflib.get_close_matches(target, names, n=1) or names[-3:]
+    return f"Did you mean {' or '.join(near)}?" if near else "Start one: rollstream run RECIPE"
+
+
+def model_of(target: str) -> str:
+    """The model that a person means: that of a finished run, by folder or name; else a model's own folder or hub name.
+
+    Raises:
+        UserError: the run has no model yet.
+    """
+    for folder in (Path(target), RUNS / target):
+        if (folder / "run.json").exists():
+            if not (folder / "model").is_dir():
+                raise UserError(f"The run in {folder} has no model yet: it is written at the end.", "Let the run end.")
+            return str(folder / "model")
+    return target
