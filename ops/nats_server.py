@@ -225,7 +225,7 @@ class NatsServer:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             deadline_s = time.monotonic() + STOP_TIMEOUT_S
-            while process.poll() is None and time.monotonic() < deadline_s:  # noqa: ASYNC110  # a process sets no event
+            while process.poll() is None and time.monotonic() < deadline_s:  # a process sets no event
                 await asyncio.sleep(POLL_S)
             if process.poll() is None:
                 process.kill()
