@@ -27,7 +27,11 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """To be published in this order: the batch, the drops, the admissions."""
+    """To be published, all of it, before the next is asked for. A batch comes alone, and after all drops before it.
+
+    So when batch i stands in the log, every sample that is neither live nor in it has its terminal record: a successor
+    folds from there and need not wonder about groups that it does not find.
+    """
 
     batch: Batch | None = None
     drops: tuple[Dropped, ...] = ()
@@ -120,10 +124,12 @@ class ControllerCore:
         """Somebody ended a sample: a worker that could not handle it, or we."""
         self._read["dropped"] = max(self._read["dropped"], seq)
         group = self.live.get(dropped.group_id)
-        if group is None or dropped.index in group.lost:
+        if group is None:
             return
         if group.first_dropped_seq is None:
             group.first_dropped_seq = seq
+        if dropped.index in group.lost:
+            return
         group.answers.pop(dropped.index, None)
         group.lost.add(dropped.index)
         if dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
@@ -159,12 +165,15 @@ class ControllerCore:
 
     def decide(self) -> Decision:
         """What follows from the facts so far. The caller publishes it and asks again, until there is nothing."""
-        batch = self._form_batch()
+        if not self._drops and (batch := self._form_batch()) is not None:
+            return Decision(batch)
         if self.next_step >= self.steps:
             for group in list(self.live.values()):
                 self._end_group(group, "run_ended")
-        drops, self._drops = tuple(self._drops), []
-        return Decision(batch, drops, self._admit())
+        if self._drops:
+            drops, self._drops = tuple(self._drops), []
+            return Decision(drops=drops)
+        return Decision(admissions=self._admit())
 
     def _admit(self) -> tuple[Admission, ...]:
         out = []
@@ -193,7 +202,7 @@ class ControllerCore:
         selection = select(self.live.values(), step, config.batch_groups, config.max_staleness, config.on_stale)
         for group in selection.dead:
             self._end_group(group, "stale")
-        if not selection.groups:
+        if self._drops or not selection.groups:
             return None
         batch = self._batch(step, selection)
         self.next_step += 1
