@@ -13,7 +13,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 PADDING_MAX = 0.05  # share of padding that is good enough; wider rows cost attention, which is quadratic
-WIDENINGS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # row capacities tried, as multiples of the longest sequence
+WIDENINGS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # × the longest sequence: row capacities tried
 
 
 @dataclass(frozen=True, slots=True)
