@@ -105,24 +105,26 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = None) -> None:
     """Run the actors of a process until they end, `stop` is set, SIGTERM comes or the run's end is announced."""
     stop = stop or asyncio.Event()
+    over = asyncio.Event()  # the run has ended, or we are to stop
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     # Ctrl-C reaches the whole process group; the supervisor turns it into an orderly SIGTERM.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     bus = JetStreamBus(spec.run, spec.url, spec.name)
     await bus.connect()
-    watcher = asyncio.create_task(_watch_end(bus, recipe, stop), name="watches for the end")
+    watcher = asyncio.create_task(_watch_end(bus, recipe, over), name="watches for the end")
+    stopping = asyncio.create_task(_follow(stop, over), name="watches for the stop")
     try:
-        actors = [
-            asyncio.create_task(_actor(role)(bus, recipe, spec, name).run(stop), name=name)
-            for role, name in spec.actors
-        ]
+        actors = []
+        for role, name in spec.actors:
+            actor = _actor(role)(bus, recipe, spec, name)
+            # A trainer knows by itself when it is done; after a crash that is long after the end was announced.
+            actors.append(asyncio.create_task(actor.run(stop if role == "trainer" else over), name=name))
         try:
-            await asyncio.wait([*actors, watcher], return_when=asyncio.FIRST_EXCEPTION)
-            for task in (*actors, watcher):
-                if task.done():
+            while running := [actor for actor in actors if not actor.done()]:
+                done, _ = await asyncio.wait([*running, watcher], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
                     task.result()
-            await asyncio.gather(*actors)
         finally:
             stop.set()
             with contextlib.suppress(TimeoutError):
@@ -130,15 +132,21 @@ async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = N
                     await asyncio.gather(*actors, return_exceptions=True)
     finally:
         watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+        stopping.cancel()
+        await asyncio.gather(watcher, stopping, return_exceptions=True)
         await bus.close()
 
 
-async def _watch_end(bus: Bus, recipe: Recipe, stop: asyncio.Event) -> None:
+async def _follow(stop: asyncio.Event, over: asyncio.Event) -> None:
+    await stop.wait()
+    over.set()
+
+
+async def _watch_end(bus: Bus, recipe: Recipe, over: asyncio.Event) -> None:
     async for entry in bus.read(CONTROL):
         message = entry.message()
         if isinstance(message, Control) and message.action == "stop" and message.nonce == f"end-{recipe.steps}":
-            stop.set()
+            over.set()
             await asyncio.Event().wait()  # the actors end by themselves; this task ends with them
 
 
