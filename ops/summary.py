@@ -158,13 +158,13 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
             name = "on-policy" if age == 0 else f"{age} version{'s' if age > 1 else ''} old"
             ages.add_row(name, f"[cyan]{bar(tokens / total, 30)}[/]", f"{tokens / total:.1%}")
         console.print(ages)
-    if summary.actors:
+    watched = [actor for actor in summary.actors if actor.idle_share is not None]
+    if watched:
         actors = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
         for heading in ("actor", "idle", "waits mostly for"):
             actors.add_column(heading, no_wrap=True)
-        for actor in summary.actors:
-            idle = "–" if actor.idle_share is None else f"{actor.idle_share:.0%}"
-            actors.add_row(actor.actor, idle, actor.waits_for)
+        for actor in watched:
+            actors.add_row(actor.actor, f"{actor.idle_share:.0%}", actor.waits_for)
         console.print(actors)
     if summary.cpu_s:
         cpu = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -247,6 +247,7 @@ def _draw_reward(axes: Axes, summary: Summary) -> None:
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(-0.02, 1.04)
     axes.set(title="reward", xlabel="step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="lower right", frameon=False)
 
 
@@ -263,6 +264,7 @@ def _draw_lines(axes: Axes, summary: Summary, names: dict[str, str], title: str,
     for name, label in names.items():
         axes.plot(*_known(summary, name), label=label, lw=1.6)
     axes.set(title=title, xlabel="step", ylabel=unit)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     if len(names) > 1:
         axes.legend(frameon=False)

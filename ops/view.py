@@ -282,12 +282,18 @@ class RunView:
 
     def cpu_by_actor(self) -> dict[str, float]:
         """CPU seconds by the actors that share a process, restarts added up: `{"controller + reward-1": 12.5, ...}`."""
-        order = {actor.actor: place for place, actor in enumerate(self.by_role())}
-        total: dict[str, float] = {}
+        groups: list[tuple[set[str], float]] = []
         for process in self.processes.values():
-            label = " + ".join(sorted(process.actors, key=lambda name: order.get(name, len(order))))
-            total[label] = total.get(label, 0.0) + process.cpu_s
-        return dict(sorted(total.items(), key=lambda item: -item[1]))
+            # A process that died early may not have told all its actors: whoever ever shared one belongs together.
+            names, seconds = set(process.actors), process.cpu_s
+            for group in [group for group in groups if group[0] & names]:
+                groups.remove(group)
+                names |= group[0]
+                seconds += group[1]
+            groups.append((names, seconds))
+        order = {actor.actor: place for place, actor in enumerate(self.by_role())}
+        labelled = {" + ".join(sorted(names, key=order.__getitem__)): seconds for names, seconds in groups}
+        return dict(sorted(labelled.items(), key=lambda item: -item[1]))
 
 
 def mean_staleness(histogram: Sequence[int]) -> float:
