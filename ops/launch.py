@@ -239,7 +239,7 @@ async def _log(recipe: Recipe, folder: Path, url: str | None) -> AsyncIterator[t
     """The run's streams, on a server of our own in the run's folder or on the one at `url`."""
     server = None if url else NatsServer()
     if server is not None:
-        url = await server.start(folder / "nats")
+        url = await server.start(folder)
     assert url is not None
     try:
         where = Where(folder, folder.name, url)
