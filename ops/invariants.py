@@ -1,0 +1,540 @@
+"""Pure checkers of the invariants I1-I6 over a run's log, one pass per stream.
+
+Feed an `Auditor` the entries of the streams one after another in `READ_ORDER`, then ask for its `report`. The order is
+chosen so that what refers is read before what is referred to: then the bulk, prompts and rollouts, streams past once
+and only ids stay in memory. Where headers tell enough, nothing is decoded; where not, only the envelope is.
+
+Across streams only the broker's clock orders events. A checker alarms only if the order is certain, that is beyond
+`CLOCK_SLACK_S`: it may miss what happened within that span, and never accuses a sound log.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgpack
+
+from bus.port import FROM_HEADER, REASON_HEADER, SEQ_HEADER, WAS_HEADER, Entry
+from bus.table import (
+    BATCHES,
+    CONTROL,
+    DEAD,
+    DROPPED,
+    PARTIALS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    STEPS,
+    WEIGHTS,
+)
+from schemas import Batch, Control, MalformedMessage, Segments, StepDone, WeightVersion, sample_id
+
+READ_ORDER: Final = (CONTROL, WEIGHTS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD)
+CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
+EXAMPLES_MAX: Final = 100  # broken cases kept in words; all are counted
+DEAD_LETTERS_MAX: Final = 100  # likewise
+
+PROMISES: Final = {
+    "I1": "a token trained in step i is 0 to η versions old",
+    "I2": "every admitted sample ends in a batch or in a drop",
+    "I3": "no sample is trained twice, no step is done twice",
+    "I4": "versions rise by one and their bytes are those announced",
+    "I5": "every token carries the version that made it",
+    "I6": "groups at work never exceed (η + v + 1)·B",
+    "log": "records refer to what is there",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """What a start of the run told its actors, from the broker's time `since_s` on."""
+
+    since_s: float
+    max_staleness: int
+    batch_groups: int
+    steps: int
+
+
+@dataclasses.dataclass(slots=True)
+class Check:
+    """One invariant: how many cases were looked at, how many break it, and the first of those in words."""
+
+    name: str
+    checked: int = 0
+    broken: int = 0
+    examples: list[str] = dataclasses.field(default_factory=list)
+
+    def fail(self, what: str) -> None:
+        """Note a broken case."""
+        self.broken += 1
+        if len(self.examples) < EXAMPLES_MAX:
+            self.examples.append(what)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome. `totals` are counts by name; `dead_letters` say which entry, which id and why."""
+
+    ended: bool
+    checks: tuple[Check, ...]
+    totals: Mapping[str, int]
+    dead_letters: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every invariant holds."""
+        return not any(check.broken for check in self.checks)
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """An admitted group, as its first prompt tells it."""
+
+    admitted_s: float
+    min_version: int
+    size: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Drops:
+    """The drops of a group."""
+
+    samples: int = 0
+    last_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trained:
+    """A sample as a batch lists it."""
+
+    step: int
+    rollout_seq: int
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prefix:
+    """The newest kept prefix of a sample; `digest` is over its tokens, logprobs and segments."""
+
+    stored_s: float
+    tokens: int
+    digest: bytes
+
+
+def fields_of(entry: Entry) -> dict[str, Any]:
+    """The packed fields of an entry, without the checks that building the message would cost.
+
+    Raises:
+        MalformedMessage: it is no envelope.
+    """
+    try:
+        _, _, fields = msgpack.unpackb(entry.data)
+    except Exception as error:  # msgpack raises a dozen kinds
+        raise MalformedMessage(f"{type(error).__name__} {error}") from None
+    if not isinstance(fields, dict):
+        raise MalformedMessage("not an envelope")
+    return fields
+
+
+def segments_in(packed: bytes) -> Segments:
+    """The `(version, count)` pairs in a packed field, neighbours of one version joined."""
+    out: list[tuple[int, int]] = []
+    for version, count in struct.iter_unpack("<ii", packed):
+        if out and out[-1][0] == version:
+            out[-1] = version, out[-1][1] + count
+        else:
+            out.append((version, count))
+    return tuple(out)
+
+
+def first_tokens(segments: Segments, count: int) -> Segments:
+    """The segments of the first `count` tokens: `first_tokens(((3, 5), (4, 2)), 6) == ((3, 5), (4, 1))`."""
+    out = []
+    for version, length in segments:
+        if count <= 0:
+            break
+        out.append((version, min(length, count)))
+        count -= length
+    return tuple(out)
+
+
+def _prefix_digest(tokens: bytes, logprobs: bytes, segments: Segments, count: int) -> bytes:
+    digest = hashlib.blake2b(tokens[: 4 * count], digest_size=16)
+    digest.update(logprobs[: 4 * count])
+    digest.update(repr(first_tokens(segments, count)).encode())
+    return digest.digest()
+
+
+def _key(sample: tuple[int, int]) -> int:
+    return sample[0] << 20 | sample[1]  # indices are below 2**20
+
+
+def _name(key: int) -> str:
+    return sample_id(key >> 20, key & (1 << 20) - 1)
+
+
+class Auditor:
+    """Checks a log as it is fed.
+
+    `rules_of(control, time_s)` reads the rules out of a start record. `digest_of(version)` is the digest of a version's
+    bytes, None if they are no longer kept. Prompts up to `gated_seq` are held to I6: in a log that is still being
+    written, the drops that made room for later ones may not have been read.
+    """
+
+    def __init__(
+        self,
+        rules_of: Callable[[Control, float], Rules | None] = lambda control, time_s: None,
+        digest_of: Callable[[WeightVersion], str | None] = lambda version: None,
+        gated_seq: int = 1 << 62,
+    ) -> None:
+        self.checks = {name: Check(name) for name in PROMISES}
+        self._rules_of = rules_of
+        self._digest_of = digest_of
+        self._gated_seq = gated_seq
+        self._rules: list[Rules] = []
+        self._ends: set[str] = set()
+        self._published_s: dict[int, float] = {}  # by version
+        self._eta: dict[int, int] = {}  # the bound of each batch, by step
+        self._newest: Batch | None = None
+        self._newest_ended: set[str] = set()  # what its decision dropped, and what it left alive, below
+        self._newest_live: set[int] = set()
+        self._trained: dict[int, _Trained] = {}  # by sample key, as most of what follows
+        self._trained_groups: set[int] = set()
+        self._key_at: dict[int, int] = {}  # rollout sequence -> sample, of trained ones not yet seen in the rollouts
+        self._dropped_why: dict[int, str] = {}
+        self._drops: dict[int, _Drops] = {}  # by group
+        self._groups: dict[int, _Group] = {}  # in order of admission
+        self._gated: list[int] = []
+        self._prompted: set[int] = set()
+        self._prefixes: dict[int, _Prefix] = {}
+        self._rolled: set[int] = set()
+        self._judged: set[int] = set()
+        self._ages: dict[int, Counter[int]] = defaultdict(Counter)  # step -> age -> trained tokens
+        self._steps = 0
+        self._totals: Counter[str] = Counter()
+        self._dead_letters: list[str] = []
+        self._take: dict[str, Callable[[Entry], None]] = {
+            CONTROL.name: self._control,
+            WEIGHTS.name: self._weights,
+            BATCHES.name: self._batch,
+            DROPPED.name: self._drop,
+            PROMPTS.name: self._prompt,
+            PARTIALS.name: self._partial,
+            ROLLOUTS.name: self._rollout,
+            SCORED.name: self._score,
+            STEPS.name: self._step,
+            DEAD.name: self._dead,
+        }
+
+    def feed(self, entry: Entry) -> None:
+        """Take the next entry. One that does not decode is counted; if that cost a sample, I2 will tell."""
+        try:
+            self._take[entry.stream.name](entry)
+        except (MalformedMessage, KeyError, TypeError, ValueError, struct.error):
+            self._totals["malformed entries"] += 1
+
+    def report(self) -> Report:
+        """The outcome, after everything was fed."""
+        ended = bool(self._ends) if not self._rules else f"end-{self._rules[-1].steps}" in self._ends
+        self._settle_samples(ended)
+        self._settle_gate()
+        log = self.checks["log"]
+        for seq, key in self._key_at.items():
+            log.fail(f"step {self._trained[key].step} trains {_name(key)} from rollouts {seq}, which is not there")
+        for key in self._trained.keys() - self._judged:
+            log.fail(f"step {self._trained[key].step} trains {_name(key)}, which has no verdict")
+        if ended and self._rules:
+            for what, count, want in (
+                ("batches", len(self._eta), self._rules[-1].steps),
+                ("steps done", self._steps, self._rules[-1].steps),
+                ("versions", len(self._published_s), self._rules[-1].steps + 1),
+            ):
+                log.checked += 1
+                if count != want:
+                    log.fail(f"the run has ended with {count} {what} instead of {want}")
+        self._totals.update({"steps": self._steps, "versions": len(self._published_s), "groups": len(self._groups)})
+        return Report(ended, tuple(self.checks.values()), dict(self._totals), tuple(self._dead_letters))
+
+    # ---- what decides
+
+    def _control(self, entry: Entry) -> None:
+        control = entry.message()
+        assert isinstance(control, Control)
+        if control.action == "stop":
+            self._ends.add(control.nonce)
+        elif control.action == "start" and (rules := self._rules_of(control, entry.time_s)) is not None:
+            self._rules.append(rules)
+
+    def _eta_at(self, time_s: float) -> int | None:
+        """The largest η that was in force until then: an actor of an earlier start may still have been at work."""
+        return max((r.max_staleness for r in self._rules if r.since_s <= time_s + CLOCK_SLACK_S), default=None)
+
+    def _weights(self, entry: Entry) -> None:
+        event, check = entry.message(), self.checks["I4"]
+        assert isinstance(event, WeightVersion)
+        check.checked += 1
+        if entry.seq != event.version + 1:
+            check.fail(f"version {event.version} stands at weights {entry.seq} instead of {event.version + 1}")
+        self._published_s.setdefault(event.version, entry.time_s)
+        digest = self._digest_of(event)
+        if digest is not None:
+            check.checked += 1
+            self._totals["weight files compared"] += 1
+            if digest != event.digest:
+                check.fail(f"version {event.version} was announced as {event.digest}, {event.path} is {digest}")
+
+    def _batch(self, entry: Entry) -> None:
+        batch, once = entry.message(), self.checks["I3"]
+        assert isinstance(batch, Batch)
+        once.checked += 1
+        if entry.seq != batch.step + 1:
+            once.fail(f"batch {batch.step} stands at batches {entry.seq} instead of {batch.step + 1}")
+        allowed = self._eta_at(entry.time_s)
+        if allowed is not None and batch.max_staleness > allowed:
+            self.checks["I1"].fail(f"batch {batch.step} allows η = {batch.max_staleness}, the recipe {allowed}")
+        groups = set(batch.group_ids.tolist())
+        self.checks["log"].checked += 1
+        if self._rules and len(groups) != self._rules[0].batch_groups:
+            self.checks["log"].fail(f"batch {batch.step} has {len(groups)} groups, not {self._rules[0].batch_groups}")
+        self._trained_groups |= groups
+        self._eta[batch.step] = batch.max_staleness
+        for group, index, seq, reward in zip(
+            batch.group_ids.tolist(),
+            batch.indices.tolist(),
+            batch.rollout_seqs.tolist(),
+            batch.rewards.tolist(),
+            strict=True,
+        ):
+            key = _key((group, index))
+            once.checked += 1
+            if key in self._trained:
+                once.fail(f"{_name(key)} is trained in step {self._trained[key].step} and in step {batch.step}")
+                continue
+            self._trained[key] = _Trained(batch.step, seq, reward)
+            self._key_at[seq] = key
+        self._newest = batch
+        self._newest_ended = {name for name, *_ in batch.dropped}
+        self._newest_live = set(batch.live_groups.tolist())
+
+    def _drop(self, entry: Entry) -> None:
+        fields = fields_of(entry)
+        key = _key((fields["group_id"], fields["index"]))
+        if key in self._dropped_why:
+            self._totals["duplicates"] += 1
+            return
+        self._dropped_why[key] = fields["reason"]
+        self._totals["dropped tokens"] += fields["tokens"]
+        drops = self._drops.setdefault(fields["group_id"], _Drops())
+        drops.samples += 1
+        drops.last_s = max(drops.last_s, entry.time_s)
+
+    # ---- samples
+
+    def _prompt(self, entry: Entry) -> None:
+        sample, versions = entry.sample, entry.versions
+        if sample is None or versions is None:
+            raise MalformedMessage("no headers")
+        key = _key(sample)
+        self.checks["I3"].checked += 1
+        if key in self._prompted:
+            self.checks["I3"].fail(f"{_name(key)} is admitted twice, again at prompts {entry.seq}")
+            return
+        self._prompted.add(key)
+        if sample[0] not in self._groups:
+            self._groups[sample[0]] = _Group(entry.time_s, versions[0], fields_of(entry)["group_size"])
+            if entry.seq <= self._gated_seq:
+                self._gated.append(sample[0])
+
+    def _partial(self, entry: Entry) -> None:
+        fields, segments, tokens = self._tokens_of(entry)
+        key = _key((fields["group_id"], fields["index"]))
+        digest = _prefix_digest(fields["tokens"], fields["logprobs"], segments, tokens)
+        self._prefixes[key] = _Prefix(entry.time_s, tokens, digest)
+        self._totals["partials"] += 1
+
+    def _rollout(self, entry: Entry) -> None:
+        fields, segments, _ = self._tokens_of(entry)
+        sample = (fields["group_id"], fields["index"])
+        key = _key(sample)
+        if entry.sample != sample:
+            self.checks["log"].fail(f"rollouts {entry.seq} is {_name(key)} and has the id {entry.id!r}")
+        if key in self._rolled:
+            self._totals["duplicates"] += 1
+        self._rolled.add(key)
+        group = self._groups.get(sample[0])
+        if group is None:
+            self.checks["log"].fail(f"{_name(key)} was never admitted and stands at rollouts {entry.seq}")
+        elif segments and min(segments)[0] < group.min_version:
+            self.checks["I5"].fail(
+                f"{_name(key)} has tokens of version {min(segments)[0]}, its prompt asks for {group.min_version}"
+            )
+        prefix = self._prefixes.get(key)
+        if prefix is not None:
+            self._check_prefix(key, entry, fields, segments, prefix)
+        trained = self._key_at.pop(entry.seq, None)
+        if trained is not None:
+            self.checks["log"].checked += 1
+            if trained != key:
+                step = self._trained[trained].step
+                self.checks["log"].fail(f"step {step} trains {_name(trained)} from rollouts {entry.seq}: {_name(key)}")
+            self._check_ages(trained, segments)
+
+    def _tokens_of(self, entry: Entry) -> tuple[dict[str, Any], Segments, int]:
+        """Fields, segments and token count of an entry with tokens, after checking that their tags can be true."""
+        fields, check = fields_of(entry), self.checks["I5"]
+        segments, tokens = segments_in(fields["segments"]), len(fields["tokens"]) // 4
+        check.checked += 1
+        where = f"{entry.id} at {entry.stream.name} {entry.seq}"
+        covered = sum(count for _, count in segments)
+        if covered != tokens or len(fields["logprobs"]) != 4 * tokens:
+            check.fail(f"{where} has {tokens} tokens, {covered} tags and {len(fields['logprobs']) // 4} logprobs")
+        if entry.versions != ((min(segments)[0], max(segments)[0]) if segments else None):
+            check.fail(f"{where} has versions {entry.versions} in its header and {segments} inside")
+        for version, _ in segments:
+            published_s = self._published_s.get(version)
+            if published_s is None or published_s > entry.time_s + CLOCK_SLACK_S:
+                check.fail(f"{where} has tokens of version {version}, which was not published by then")
+        return fields, segments, tokens
+
+    def _check_prefix(
+        self, key: int, entry: Entry, fields: dict[str, Any], segments: Segments, prefix: _Prefix
+    ) -> None:
+        """Whoever finished a sample began with its kept prefix, if that stood there when he got the prompt.
+
+        It may have been stored after that: by a worker that was held to be dead and was only slow.
+        """
+        self.checks["I5"].checked += 1
+        kept = _prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)
+        if kept == prefix.digest:
+            self._totals["partials continued"] += 1
+            self._totals["tokens handed over"] += prefix.tokens
+        elif prefix.stored_s + CLOCK_SLACK_S < entry.time_s - fields.get("seconds", 0.0):
+            self.checks["I5"].fail(
+                f"{_name(key)} at rollouts {entry.seq} does not begin with its kept prefix of {prefix.tokens} tokens"
+            )
+        else:
+            self._totals["partials overtaken"] += 1
+
+    def _check_ages(self, key: int, segments: Segments) -> None:
+        step, check = self._trained[key].step, self.checks["I1"]
+        for version, count in segments:
+            age = step - version
+            check.checked += count
+            if age < 0:
+                check.fail(f"step {step} trains {count} tokens of {_name(key)} of the later version {version}")
+            elif age <= self._eta[step]:
+                self._ages[step][age] += count
+                self._totals["trained tokens"] += count
+            else:
+                self._totals["masked tokens"] += count
+
+    def _score(self, entry: Entry) -> None:
+        fields = fields_of(entry)
+        key = _key((fields["group_id"], fields["index"]))
+        if key in self._judged:
+            self._totals["duplicates"] += 1
+            return
+        self._judged.add(key)
+        trained = self._trained.get(key)
+        if trained is None:
+            return
+        self.checks["log"].checked += 1
+        told = fields["reward"], fields["rollout_seq"]
+        if told != (trained.reward, trained.rollout_seq):
+            self.checks["log"].fail(
+                f"step {trained.step} trains {_name(key)} with reward {trained.reward} of rollouts "
+                f"{trained.rollout_seq}; its verdict was {told[0]} on {told[1]}"
+            )
+
+    def _step(self, entry: Entry) -> None:
+        done, once = entry.message(), self.checks["I3"]
+        assert isinstance(done, StepDone)
+        self._steps += 1
+        once.checked += 1
+        if entry.seq != done.step + 1 or done.version != done.step + 1:
+            once.fail(f"step {done.step} stands at steps {entry.seq} and made version {done.version}")
+        self.checks["log"].checked += 1
+        if done.step not in self._eta:
+            self.checks["log"].fail(f"step {done.step} is done and has no batch")
+        published_s = self._published_s.get(done.version)
+        if published_s is None or published_s > entry.time_s + CLOCK_SLACK_S:
+            self.checks["I4"].fail(f"step {done.step} is done, version {done.version} was not published by then")
+        trained = {age: count for age, count in enumerate(done.staleness.tolist()) if count}
+        if trained != dict(self._ages[done.step]):
+            self.checks["I1"].fail(
+                f"step {done.step} trained tokens by age {trained}, its batch allows {dict(self._ages[done.step])}"
+            )
+
+    def _dead(self, entry: Entry) -> None:
+        self._totals["dead letters"] += 1
+        if len(self._dead_letters) < DEAD_LETTERS_MAX:
+            header = entry.headers
+            place = f"{header.get(FROM_HEADER, '?')} {header.get(SEQ_HEADER, '?')}"
+            self._dead_letters.append(f"{place} ({header.get(WAS_HEADER, '')}): {header.get(REASON_HEADER, '')}")
+
+    # ---- at the end
+
+    def _settle_samples(self, ended: bool) -> None:
+        lost, once, log = self.checks["I2"], self.checks["I3"], self.checks["log"]
+        for key in self._prompted:
+            lost.checked += 1
+            trained, dropped = self._trained.get(key), self._dropped_why.get(key)
+            if trained is not None and dropped is not None:
+                once.fail(f"{_name(key)} is trained in step {trained.step} and dropped: {dropped}")
+            if trained is None and dropped is None:
+                self._totals["open"] += 1
+                if ended:
+                    lost.fail(f"{_name(key)} was admitted and the run has ended without it")
+                elif self._forgotten(key):
+                    assert self._newest is not None
+                    lost.fail(f"{_name(key)} was admitted and batch {self._newest.step} knows it no more")
+        for key in self._trained.keys() - self._prompted:
+            lost.fail(f"{_name(key)} is trained in step {self._trained[key].step} and was never admitted")
+        for key in self._dropped_why.keys() - self._prompted:
+            log.fail(f"{_name(key)} is dropped and was never admitted")
+        self._totals.update({"admitted": len(self._prompted), "trained": len(self._trained)})
+        self._totals["dropped"] = len(self._dropped_why)
+        self._totals.update({f"dropped: {why}": n for why, n in Counter(self._dropped_why.values()).items()})
+
+    def _forgotten(self, key: int) -> bool:
+        """Whether the newest batch says that a sample has ended: what had is in the log before a batch is."""
+        newest, group = self._newest, key >> 20
+        if newest is None or group >= newest.next_group or group in self._newest_live:
+            return False
+        return _name(key) not in self._newest_ended
+
+    def _settle_gate(self) -> None:
+        """Recount at each admission: groups admitted before, less those dropped by then, are live or trained.
+
+        `min_version` is the newest version that the controller knew when it admitted the group.
+        """
+        check = self.checks["I6"]
+        dropped_s = sorted(
+            drops.last_s
+            for group_id, drops in self._drops.items()
+            if (group := self._groups.get(group_id)) is not None
+            and drops.samples >= group.size
+            and group_id not in self._trained_groups
+        )
+        for before, group_id in enumerate(self._gated):
+            group = self._groups[group_id]
+            time_s = group.admitted_s + CLOCK_SLACK_S
+            check.checked += 1
+            if self._published_s.get(group.min_version, float("inf")) > time_s:
+                check.fail(f"group {group_id} was admitted under version {group.min_version} before it was published")
+            eta = self._eta_at(group.admitted_s)
+            if eta is None:
+                continue
+            bound = (eta + group.min_version + 1) * self._rules[0].batch_groups
+            held = before - bisect.bisect_right(dropped_s, time_s)
+            if held >= bound:
+                check.fail(
+                    f"group {group_id} was admitted with {held} groups live or trained; at version "
+                    f"{group.min_version} and η = {eta} the bound is {bound}"
+                )
