@@ -111,7 +111,9 @@ def status(target: RunTarget = None, as_json: AsJson = False, nats: NatsUrl = No
     ```
     """
     from ops import status as command
+    from ops.logging import configure
 
+    configure()
     _finish(command.main(target, as_json, nats, run_name))
 
 
@@ -149,6 +151,9 @@ def evaluate(
     resolved = load_recipe(recipe, overrides or ())
     model = model_of(target)
     from ops.evaluate import evaluate as score
+    from ops.logging import configure
+
+    configure()
 
     async def told() -> int:
         result = await score(resolved, model)
@@ -185,8 +190,10 @@ def sft(recipe: RecipePath, overrides: Overrides = None, folder: RunDir = None) 
     from ops.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
+    from ops.logging import configure
     from ops.prepare import prepare
 
+    configure()
     print(prepare(resolved, folder or new_folder(resolved.name)))
 
 
@@ -222,7 +229,9 @@ def doctor() -> None:
     """
     from ops import doctor as command
     from ops.folders import RUNS
+    from ops.logging import configure
 
+    configure(console=False)
     raise typer.Exit(command.main(RUNS))
 
 

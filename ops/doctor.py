@@ -18,7 +18,6 @@ from typing import Literal, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from ops.logging import configure
 from schemas import Control, UserError
 
 State: TypeAlias = Literal["good", "optional", "bad"]
@@ -60,7 +59,6 @@ def examine(folder: Path) -> list[Finding]:
 
 def main(folder: Path) -> int:
     """Print what was found; returns 1 if something needed is missing."""
-    configure(console=False)
     findings = examine(folder)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     for finding in findings:

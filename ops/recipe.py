@@ -116,13 +116,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"The recipe {path} cannot be read: {error}.", "Name a YAML file.") from None
     source = str(path)
     fields = _parsed(text, source)
-    if "base" in fields:
-        raise UserError(f"{source}: the key base is set by Rollstream to the recipe's folder.", "Remove it.")
     overridden: dict[str, str] = {}
     for override in overrides:
         key, value = _override(override)
         _put(fields, key, value)
         overridden[key] = override
+    if "base" in fields:
+        raise UserError(f"{source}: the key base is set by Rollstream to the recipe's folder.", "Remove it.")
     fields["base"] = str(path.resolve().parent)
     recipe = _validated(Recipe, fields, source, overridden)
     for key, named in _leaves(recipe.model_dump()):

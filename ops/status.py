@@ -8,6 +8,7 @@ import dataclasses
 import json
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -107,13 +108,10 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
     from bus.jetstream import JetStreamBus
 
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
-    bus = JetStreamBus(where.run, where.url, "status")
-    try:
-        await bus.connect()
-    except UserError:
-        if run_name is not None:
-            raise
+    if run_name is None and await _is_down(where.url):
         return _ended(where, as_json)
+    bus = JetStreamBus(where.run, where.url, "status")
+    await bus.connect()
     try:
         status = await read_status(bus)
     finally:
@@ -123,6 +121,19 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
     else:
         print_status(status)
     return 0
+
+
+async def _is_down(url: str) -> bool:
+    """Whether the run's own server is gone: on this machine that is known at once, without waiting for a time-out."""
+    server = urlsplit(url)
+    if server.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return False
+    try:
+        _, writer = await asyncio.open_connection(server.hostname, server.port or 4222)
+    except OSError:
+        return True
+    writer.close()
+    return False
 
 
 def _ended(where: Where, as_json: bool) -> int:
