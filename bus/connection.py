@@ -159,9 +159,9 @@ class Connection:
         with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError, OSError):
             if self._client.is_connected:
                 await self._client.flush(FLUSH_TIMEOUT_S)  # type: ignore[arg-type]
+        self._up.clear()
         if not self._client.is_closed:
             await self._client.close()
-        self._up.clear()
         self._abandon_replies()
 
     @property

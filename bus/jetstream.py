@@ -5,7 +5,7 @@ Facts about server 2.15 that this rests on, each found by experiment and held by
   refused as a wrong sequence (10071), not answered as a duplicate; and an id that stands elsewhere in the stream is
   answered as a duplicate, with nothing stored, although the expected sequence was right. So a fenced writer looks what
   stands at its place. A refused message does not use up its id.
-- A full stream answers 10077 "maximum bytes exceeded", a full disk 10077 too, with the system's words.
+- A full stream answers 10077 "maximum bytes exceeded". A full disk answers nothing at all: see `Publisher._diagnose`.
 - A lease's time to live is at least one second, and the subject's last sequence is 0 again once it has passed.
 """
 
@@ -112,8 +112,9 @@ class JetStreamBus:
 
     async def publish(self, message: Message) -> Ack:
         """Store a message under its id, with retries under the same id."""
-        target = subject(self.run, STREAM_OF[type(message)], key_of(message))
-        return await self._publisher.store(target, encode(message), headers_of(self.run, message))
+        return await self._store(
+            STREAM_OF[type(message)], key_of(message), encode(message), headers_of(self.run, message)
+        )
 
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """Store messages in order directly after `last_seq`, pipelined; returns the new last sequence."""
@@ -134,7 +135,7 @@ class JetStreamBus:
     async def _place(self, message: Message, place: int) -> None:
         stream = STREAM_OF[type(message)]
         try:
-            ack = await self._publisher.store(*self._fenced(message, place))
+            ack = await self._publisher.store(stream_name(self.run, stream), *self._fenced(message, place))
         except WrongSequence as error:
             there = await self._leader_get(stream, {"seq": place})
             if there is not None and there.id == message.id:
@@ -147,7 +148,7 @@ class JetStreamBus:
     async def dead_letter(self, entry: Entry, reason: str) -> None:
         """Store an entry's raw bytes in the dead-letter stream."""
         headers = dead_letter_headers(self.run, entry, reason)
-        await self._publisher.store(subject(self.run, DEAD, entry.stream.name), entry.data, headers)
+        await self._store(DEAD, entry.stream.name, entry.data, headers)
 
     def subscribe(self, consumer: Consumer) -> Subscription:
         """A worker's end of a shared durable consumer."""
@@ -216,7 +217,6 @@ class JetStreamBus:
         await self._api(f"STREAM.MSG.DELETE.{stream_name(self.run, LEASES)}", {"seq": revision, "no_erase": True})
 
     async def _lease(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
-        target = subject(self.run, LEASES, name)
         headers = {
             ID_HEADER: f"{name}/{uuid.uuid4().hex}",
             RUN_HEADER: self.run,
@@ -224,11 +224,10 @@ class JetStreamBus:
             EXPECTED_SUBJECT_SEQ_HEADER: str(revision),
         }
         try:
-            return (await self._publisher.store(target, holder.encode(), headers)).seq
+            return (await self._store(LEASES, name, holder.encode(), headers)).seq
         except WrongSequence:
-            now = await self._leader_get(
-                LEASES, {"last_by_subj": target}
-            )  # ours, if only the acknowledgement of an earlier try was lost
+            # It is ours if only the acknowledgement of an earlier try was lost.
+            now = await self._leader_get(LEASES, {"last_by_subj": subject(self.run, LEASES, name)})
             return now.seq if now is not None and now.id == headers[ID_HEADER] else None
 
     async def beat(self, gauges: Mapping[str, Any]) -> None:
@@ -264,6 +263,11 @@ class JetStreamBus:
         if below_seq > 1:
             answer = await self._api(f"STREAM.PURGE.{stream_name(self.run, stream)}", {"seq": below_seq})
             _refuse(answer, f"purge of {stream.name}")
+
+    async def _store(self, stream: Stream, key: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
+        return await self._publisher.store(
+            stream_name(self.run, stream), subject(self.run, stream, key), payload, headers
+        )
 
     async def _api(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer of the JetStream API, errors included, retried over outages until `PUBLISH_DEADLINE_S`."""

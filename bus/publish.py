@@ -20,6 +20,8 @@ WRONG_LAST_SEQUENCE = 10071
 STORE_FAILED = 10077
 NO_STORAGE = (10023, 10047)
 FULL_WORDS = ("maximum bytes exceeded", "no space left", "insufficient", "resource limits exceeded", "disk quota")
+UNANSWERED_MAX = 3  # attempts without an answer on a sound connection, before we ask the stream what ails it
+NO_SUCH_SEQ = 1 << 62
 
 
 class WrongSequence(Exception):
@@ -72,11 +74,11 @@ class Publisher:
         self._window = Window(PUBLISH_WINDOW_MESSAGES, PUBLISH_WINDOW_BYTES)
         self._random = random.Random()
 
-    async def store(self, target: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
+    async def store(self, stream: str, target: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
         """Publish until acknowledged. Raises `WrongSequence`, `BusFull`, `BusUnavailable`."""
         await self._window.enter(len(payload))
         try:
-            return await self._retried(target, payload, headers)
+            return await self._retried(stream, target, payload, headers)
         finally:
             self._window.leave(len(payload))
 
@@ -92,14 +94,19 @@ class Publisher:
         future.add_done_callback(lambda _: self._window.leave(size))
         return future
 
-    async def _retried(self, target: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
+    async def _retried(self, stream: str, target: str, payload: bytes, headers: Mapping[str, str]) -> Ack:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + PUBLISH_DEADLINE_S
         backoff_s = BACKOFF_S
         problem = "no answer"
+        unanswered = 0
         while True:
             reply = await self._connection.request(target, payload, PUBLISH_TIMEOUT_S, headers)
-            if reply is not None and not reply.data:
+            if reply is None and self._connection.is_up:
+                unanswered += 1
+                if unanswered % UNANSWERED_MAX == 0:
+                    await self._diagnose(stream, target)
+            elif reply is not None and not reply.data:
                 problem = "no stream listens there; has the run been set up?"
             elif reply is not None:
                 answer = json.loads(reply.data)
@@ -115,6 +122,24 @@ class Publisher:
                 backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
             else:  # the wait for the server is the pause; then at once
                 await self._connection.until_up(until_s - loop.time())
+
+    async def _diagnose(self, stream: str, target: str) -> None:
+        """Ask a stream that does not answer whether its disk is full. Raises `BusFull`.
+
+        Server 2.15 answers no publish after a failed write, and stores nothing more until it is started again, even
+        when there is space by then; other requests look healthy. Deleting a message that does not exist changes
+        nothing in a sound stream, and tells the failure in a broken one.
+        """
+        body = json.dumps({"seq": NO_SUCH_SEQ, "no_erase": True}).encode()
+        reply = await self._connection.request(f"$JS.API.STREAM.MSG.DELETE.{stream}", body, PUBLISH_TIMEOUT_S)
+        words = (
+            json.loads(reply.data).get("error", {}).get("description", "") if reply is not None and reply.data else ""
+        )
+        if any(full in words.lower() for full in FULL_WORDS):
+            raise BusFull(
+                f"The log cannot store more on {target}: {words}. Nothing acknowledged was lost. "
+                "Free disk space and start the NATS server again: it stores nothing until then."
+            )
 
     def _judge(self, target: str, error: dict[str, Any]) -> None:
         """Raise what no further try would mend."""
