@@ -36,8 +36,9 @@ from bus.table import (
     Stream,
 )
 from bus.weights import WeightsError, WeightStore
+from ops.findings import PROMISES, Report, Rules
 from ops.host import weights_folder
-from ops.invariants import PROMISES, READ_ORDER, Auditor, Report, Rules
+from ops.invariants import READ_ORDER, Auditor
 from ops.launch import locate
 from ops.nats_server import NatsServer, url_of
 from ops.recipe import Recipe

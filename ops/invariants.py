@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
-
-import msgpack
 
 from bus.port import FROM_HEADER, REASON_HEADER, SEQ_HEADER, WAS_HEADER, Entry
 from bus.table import (
@@ -33,63 +30,19 @@ from bus.table import (
     STEPS,
     WEIGHTS,
 )
-from schemas import Batch, Control, MalformedMessage, Segments, StepDone, WeightVersion, sample_id
+from ops.findings import DEAD_LETTERS_MAX, PROMISES, Check, Report, Rules
+from ops.raw_entries import (
+    fields_of,
+    group_of,
+    named,
+    prefix_digest,
+    sample_key,
+    segments_in,
+)
+from schemas import Batch, Control, MalformedMessage, Segments, StepDone, WeightVersion
 
 READ_ORDER: Final = (CONTROL, WEIGHTS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD)
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
-EXAMPLES_MAX: Final = 100  # broken cases kept in words; all are counted
-DEAD_LETTERS_MAX: Final = 100  # likewise
-
-PROMISES: Final = {
-    "I1": "a token trained in step i is 0 to η versions old",
-    "I2": "every admitted sample ends in a batch or in a drop",
-    "I3": "no sample is trained twice, no step is done twice",
-    "I4": "versions rise by one and their bytes are those announced",
-    "I5": "every token carries the version that made it",
-    "I6": "groups at work never exceed (η + v + 1)·B",
-    "log": "records refer to what is there",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rules:
-    """What a start of the run told its actors, from the broker's time `since_s` on."""
-
-    since_s: float
-    max_staleness: int
-    batch_groups: int
-    steps: int
-
-
-@dataclasses.dataclass(slots=True)
-class Check:
-    """One invariant: how many cases were looked at, how many break it, and the first of those in words."""
-
-    name: str
-    checked: int = 0
-    broken: int = 0
-    examples: list[str] = dataclasses.field(default_factory=list)
-
-    def fail(self, what: str) -> None:
-        """Note a broken case."""
-        self.broken += 1
-        if len(self.examples) < EXAMPLES_MAX:
-            self.examples.append(what)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """The outcome. `totals` are counts by name; `dead_letters` say which entry, which id and why."""
-
-    ended: bool
-    checks: tuple[Check, ...]
-    totals: Mapping[str, int]
-    dead_letters: tuple[str, ...]
-
-    @property
-    def clean(self) -> bool:
-        """Whether every invariant holds."""
-        return not any(check.broken for check in self.checks)
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,58 +78,6 @@ class _Prefix:
     stored_s: float
     tokens: int
     digest: bytes
-
-
-def fields_of(entry: Entry) -> dict[str, Any]:
-    """The packed fields of an entry, without the checks that building the message would cost.
-
-    Raises:
-        MalformedMessage: it is no envelope.
-    """
-    try:
-        _, _, fields = msgpack.unpackb(entry.data)
-    except Exception as error:  # msgpack raises a dozen kinds
-        raise MalformedMessage(f"{type(error).__name__} {error}") from None
-    if not isinstance(fields, dict):
-        raise MalformedMessage("not an envelope")
-    return fields
-
-
-def segments_in(packed: bytes) -> Segments:
-    """The `(version, count)` pairs in a packed field, neighbours of one version joined."""
-    out: list[tuple[int, int]] = []
-    for version, count in struct.iter_unpack("<ii", packed):
-        if out and out[-1][0] == version:
-            out[-1] = version, out[-1][1] + count
-        else:
-            out.append((version, count))
-    return tuple(out)
-
-
-def first_tokens(segments: Segments, count: int) -> Segments:
-    """The segments of the first `count` tokens: `first_tokens(((3, 5), (4, 2)), 6) == ((3, 5), (4, 1))`."""
-    out = []
-    for version, length in segments:
-        if count <= 0:
-            break
-        out.append((version, min(length, count)))
-        count -= length
-    return tuple(out)
-
-
-def _prefix_digest(tokens: bytes, logprobs: bytes, segments: Segments, count: int) -> bytes:
-    digest = hashlib.blake2b(tokens[: 4 * count], digest_size=16)
-    digest.update(logprobs[: 4 * count])
-    digest.update(repr(first_tokens(segments, count)).encode())
-    return digest.digest()
-
-
-def _key(sample: tuple[int, int]) -> int:
-    return sample[0] << 20 | sample[1]  # indices are below 2**20
-
-
-def _name(key: int) -> str:
-    return sample_id(key >> 20, key & (1 << 20) - 1)
 
 
 class Auditor:
@@ -246,9 +147,9 @@ class Auditor:
         self._settle_gate()
         log = self.checks["log"]
         for seq, key in self._key_at.items():
-            log.fail(f"step {self._trained[key].step} trains {_name(key)} from rollouts {seq}, which is not there")
+            log.fail(f"step {self._trained[key].step} trains {named(key)} from rollouts {seq}, which is not there")
         for key in self._trained.keys() - self._judged:
-            log.fail(f"step {self._trained[key].step} trains {_name(key)}, which has no verdict")
+            log.fail(f"step {self._trained[key].step} trains {named(key)}, which has no verdict")
         if ended and self._rules:
             for what, count, want in (
                 ("batches", len(self._eta), self._rules[-1].steps),
@@ -311,10 +212,10 @@ class Auditor:
             batch.rewards.tolist(),
             strict=True,
         ):
-            key = _key((group, index))
+            key = sample_key((group, index))
             once.checked += 1
             if key in self._trained:
-                once.fail(f"{_name(key)} is trained in step {self._trained[key].step} and in step {batch.step}")
+                once.fail(f"{named(key)} is trained in step {self._trained[key].step} and in step {batch.step}")
                 continue
             self._trained[key] = _Trained(batch.step, seq, reward)
             self._key_at[seq] = key
@@ -324,7 +225,7 @@ class Auditor:
 
     def _drop(self, entry: Entry) -> None:
         fields = fields_of(entry)
-        key = _key((fields["group_id"], fields["index"]))
+        key = sample_key((fields["group_id"], fields["index"]))
         if key in self._dropped_why:
             self._totals["duplicates"] += 1
             return
@@ -340,10 +241,10 @@ class Auditor:
         sample, versions = entry.sample, entry.versions
         if sample is None or versions is None:
             raise MalformedMessage("no headers")
-        key = _key(sample)
+        key = sample_key(sample)
         self.checks["I3"].checked += 1
         if key in self._prompted:
-            self.checks["I3"].fail(f"{_name(key)} is admitted twice, again at prompts {entry.seq}")
+            self.checks["I3"].fail(f"{named(key)} is admitted twice, again at prompts {entry.seq}")
             return
         self._prompted.add(key)
         if sample[0] not in self._groups:
@@ -353,26 +254,26 @@ class Auditor:
 
     def _partial(self, entry: Entry) -> None:
         fields, segments, tokens = self._tokens_of(entry)
-        key = _key((fields["group_id"], fields["index"]))
-        digest = _prefix_digest(fields["tokens"], fields["logprobs"], segments, tokens)
+        key = sample_key((fields["group_id"], fields["index"]))
+        digest = prefix_digest(fields["tokens"], fields["logprobs"], segments, tokens)
         self._prefixes[key] = _Prefix(entry.time_s, tokens, digest)
         self._totals["partials"] += 1
 
     def _rollout(self, entry: Entry) -> None:
         fields, segments, _ = self._tokens_of(entry)
         sample = (fields["group_id"], fields["index"])
-        key = _key(sample)
+        key = sample_key(sample)
         if entry.sample != sample:
-            self.checks["log"].fail(f"rollouts {entry.seq} is {_name(key)} and has the id {entry.id!r}")
+            self.checks["log"].fail(f"rollouts {entry.seq} is {named(key)} and has the id {entry.id!r}")
         if key in self._rolled:
             self._totals["duplicates"] += 1
         self._rolled.add(key)
         group = self._groups.get(sample[0])
         if group is None:
-            self.checks["log"].fail(f"{_name(key)} was never admitted and stands at rollouts {entry.seq}")
+            self.checks["log"].fail(f"{named(key)} was never admitted and stands at rollouts {entry.seq}")
         elif segments and min(segments)[0] < group.min_version:
             self.checks["I5"].fail(
-                f"{_name(key)} has tokens of version {min(segments)[0]}, its prompt asks for {group.min_version}"
+                f"{named(key)} has tokens of version {min(segments)[0]}, its prompt asks for {group.min_version}"
             )
         prefix = self._prefixes.get(key)
         if prefix is not None:
@@ -382,7 +283,7 @@ class Auditor:
             self.checks["log"].checked += 1
             if trained != key:
                 step = self._trained[trained].step
-                self.checks["log"].fail(f"step {step} trains {_name(trained)} from rollouts {entry.seq}: {_name(key)}")
+                self.checks["log"].fail(f"step {step} trains {named(trained)} from rollouts {entry.seq}: {named(key)}")
             self._check_ages(trained, segments)
 
     def _tokens_of(self, entry: Entry) -> tuple[dict[str, Any], Segments, int]:
@@ -410,13 +311,13 @@ class Auditor:
         It may have been stored after that: by a worker that was held to be dead and was only slow.
         """
         self.checks["I5"].checked += 1
-        kept = _prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)
+        kept = prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)
         if kept == prefix.digest:
             self._totals["partials continued"] += 1
             self._totals["tokens handed over"] += prefix.tokens
         elif prefix.stored_s + CLOCK_SLACK_S < entry.time_s - fields.get("seconds", 0.0):
             self.checks["I5"].fail(
-                f"{_name(key)} at rollouts {entry.seq} does not begin with its kept prefix of {prefix.tokens} tokens"
+                f"{named(key)} at rollouts {entry.seq} does not begin with its kept prefix of {prefix.tokens} tokens"
             )
         else:
             self._totals["partials overtaken"] += 1
@@ -427,7 +328,7 @@ class Auditor:
             age = step - version
             check.checked += count
             if age < 0:
-                check.fail(f"step {step} trains {count} tokens of {_name(key)} of the later version {version}")
+                check.fail(f"step {step} trains {count} tokens of {named(key)} of the later version {version}")
             elif age <= self._eta[step]:
                 self._ages[step][age] += count
                 self._totals["trained tokens"] += count
@@ -436,7 +337,7 @@ class Auditor:
 
     def _score(self, entry: Entry) -> None:
         fields = fields_of(entry)
-        key = _key((fields["group_id"], fields["index"]))
+        key = sample_key((fields["group_id"], fields["index"]))
         if key in self._judged:
             self._totals["duplicates"] += 1
             return
@@ -448,7 +349,7 @@ class Auditor:
         told = fields["reward"], fields["rollout_seq"]
         if told != (trained.reward, trained.rollout_seq):
             self.checks["log"].fail(
-                f"step {trained.step} trains {_name(key)} with reward {trained.reward} of rollouts "
+                f"step {trained.step} trains {named(key)} with reward {trained.reward} of rollouts "
                 f"{trained.rollout_seq}; its verdict was {told[0]} on {told[1]}"
             )
 
@@ -486,28 +387,28 @@ class Auditor:
             lost.checked += 1
             trained, dropped = self._trained.get(key), self._dropped_why.get(key)
             if trained is not None and dropped is not None:
-                once.fail(f"{_name(key)} is trained in step {trained.step} and dropped: {dropped}")
+                once.fail(f"{named(key)} is trained in step {trained.step} and dropped: {dropped}")
             if trained is None and dropped is None:
                 self._totals["open"] += 1
                 if ended:
-                    lost.fail(f"{_name(key)} was admitted and the run has ended without it")
+                    lost.fail(f"{named(key)} was admitted and the run has ended without it")
                 elif self._forgotten(key):
                     assert self._newest is not None
-                    lost.fail(f"{_name(key)} was admitted and batch {self._newest.step} knows it no more")
+                    lost.fail(f"{named(key)} was admitted and batch {self._newest.step} knows it no more")
         for key in self._trained.keys() - self._prompted:
-            lost.fail(f"{_name(key)} is trained in step {self._trained[key].step} and was never admitted")
+            lost.fail(f"{named(key)} is trained in step {self._trained[key].step} and was never admitted")
         for key in self._dropped_why.keys() - self._prompted:
-            log.fail(f"{_name(key)} is dropped and was never admitted")
+            log.fail(f"{named(key)} is dropped and was never admitted")
         self._totals.update({"admitted": len(self._prompted), "trained": len(self._trained)})
         self._totals["dropped"] = len(self._dropped_why)
         self._totals.update({f"dropped: {why}": n for why, n in Counter(self._dropped_why.values()).items()})
 
     def _forgotten(self, key: int) -> bool:
         """Whether the newest batch says that a sample has ended: what had is in the log before a batch is."""
-        newest, group = self._newest, key >> 20
+        newest, group = self._newest, group_of(key)
         if newest is None or group >= newest.next_group or group in self._newest_live:
             return False
-        return _name(key) not in self._newest_ended
+        return named(key) not in self._newest_ended
 
     def _settle_gate(self) -> None:
         """Recount at each admission: groups admitted before, less those dropped by then, are live or trained.
