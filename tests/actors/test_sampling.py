@@ -104,14 +104,23 @@ def test_a_token_of_probability_zero_is_never_drawn(u):
     assert np.isfinite(logprobs).all()
 
 
-def test_the_last_token_is_found_in_a_large_vocabulary():
-    """With 150,000 small masses a float32 sum would fall short of one and u near one would run off the end."""
-    torch.manual_seed(0)
-    logits = torch.randn(2, 150_000)
-    tokens, logprobs = draw(logits, ALMOST_ONE)
-    assert (tokens < 150_000).all()
-    expected = torch.log_softmax(logits.double(), -1).gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
-    assert logprobs == pytest.approx(expected.numpy(), abs=1e-4)
+def test_small_masses_of_a_large_vocabulary_are_told_apart():
+    """One token of mass 1 - 1e-4, then 150,000 that share the rest: in float32 the sum would not move from one to the
+    next, and most of them could never be drawn, or the wrong one would be."""
+    rest = 150_000
+    logits = torch.full((1, rest + 1), math.log(1e-4 / rest))
+    logits[0, 0] = math.log(1.0 - 1e-4)
+    for share in (0.25, 0.25 + 3 / rest, 0.9):
+        token = int(draw(logits, 1.0 - 1e-4 * (1.0 - share))[0][0])
+        assert token == pytest.approx(1 + share * rest, abs=1.5)
+    assert int(draw(logits, ALMOST_ONE)[0][0]) == rest
+
+
+def test_top_k_breaks_ties_by_the_smaller_id():
+    """Untrained and saturated heads tie; which token survives must not depend on the sorting routine."""
+    tokens, logprobs = draw(torch.zeros(4, 5000), np.array([0.0, 0.4, 0.7, ALMOST_ONE]), top_k=3)
+    assert tokens.tolist() == [0, 1, 2, 2]
+    assert logprobs == pytest.approx([-math.log(3)] * 4)
 
 
 def test_drawn_frequencies_match_the_probabilities():

@@ -61,7 +61,7 @@ def launch(engine: Engine, requests: list[Request]) -> list[asyncio.Task[Generat
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the condition becomes true in another thread
+        while not condition():
             await asyncio.sleep(0.001)
 
 
@@ -136,12 +136,12 @@ async def test_updates_interrupt_running_samples_between_tokens(tmp_path):
 async def test_drain_finishes_with_the_old_weights_and_starts_nothing(tmp_path):
     """Synchronous training (staleness zero) must see whole samples of one version only."""
     async with serving(on_update="drain", slots=3) as engine:
-        tasks = launch(engine, batch(5, new=20))
+        tasks = launch(engine, [request("short", new=8), *batch(4, new=20)])
         await until(grown(engine, 4))
         await engine.update(1, save_weights(tmp_path / "1.safetensors", seed=1))
         assert [task.done() for task in tasks] == [True, True, True, False, False]
         done = await asyncio.gather(*tasks)
-    assert [generation.segments for generation in done] == [((0, 20),)] * 3 + [((1, 20),)] * 2
+    assert [generation.segments for generation in done] == [((0, 8),), ((0, 20),), ((0, 20),), ((1, 20),), ((1, 20),)]
 
 
 async def test_a_hand_over_returns_everything_and_another_engine_finishes_it():

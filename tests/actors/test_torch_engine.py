@@ -15,6 +15,7 @@ from actors.rollout.engine import (
     UnsupportedModelError,
     WeightsError,
 )
+from actors.rollout.sampling import stream_key, uniforms
 from actors.rollout.torch_engine import Decoder
 from tests.actors.tiny_model import (
     CONFIGS,
@@ -94,9 +95,21 @@ def test_a_seed_gives_the_same_tokens_whatever_its_neighbours():
     assert {name: g.tokens for name, g in again.items()} == {name: g.tokens for name, g in together.items()}
 
 
+def test_token_i_is_drawn_with_number_i_of_the_seed_s_stream():
+    """The documented meaning of a seed: anyone can redraw a recorded answer from its logits, prompt length aside."""
+    wanted = request("r", length=7)
+    generation = run(decoder(), [wanted, request("other")])["r"]
+    with torch.inference_mode():
+        logits = make_model()(torch.tensor([wanted.prompt_tokens + generation.tokens])).logits[0, 6:-1]
+    above = logits.double().softmax(-1).cumsum(-1)
+    numbers = uniforms(np.full(20, stream_key(wanted.seed), dtype=np.uint64), np.arange(20))
+    redrawn = torch.searchsorted(above, torch.from_numpy(numbers)[:, None], right=True)[:, 0]
+    assert tuple(redrawn.tolist()) == generation.tokens
+
+
 def test_samples_of_one_prompt_share_its_prefill_and_differ_by_seed():
     """A group asks for the same prompt many times; computing it once is the cheapest speed there is."""
-    engine = decoder()
+    engine = decoder(prefill_tokens=8)  # room for one prompt
     group = [request("group", 9, 12, seed=i) for i in range(8)]
     tickets = engine.add(group)
     assert engine.forward_passes == 1
