@@ -1,17 +1,19 @@
-"""The command line: parses, builds, runs; nothing else. Heavy modules are imported by the command that needs them."""
+"""The command line: parses, builds, runs; nothing else.
+
+Each command imports what it needs, so that `--help` answers at once: even our own `schemas` brings in numpy.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from schemas import UserError
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 app = typer.Typer(
     name="rollstream",
@@ -92,6 +94,7 @@ def up(
     ```
     """
     from ops.folders import find_folder
+    from schemas import UserError
 
     if (nats is None) != (run_name is None):
         raise UserError("--nats and --run-name belong together.", "Give both, or --run with the run's folder.")
@@ -207,6 +210,8 @@ def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path
     """
     from importlib.resources import files
 
+    from schemas import UserError
+
     text = files("recipes").joinpath("template.yaml").read_text(encoding="utf-8")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,17 +252,23 @@ def main() -> None:
     """The entry point. A `UserError` becomes one sentence and its remedy on standard error, and exit status 2."""
     try:
         app()
-    except UserError as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        from schemas import UserError
+
+        if not isinstance(error, UserError):
+            raise
         print(f"error: {error.message}", file=sys.stderr)
         if error.remedy:
             print(f"  {error.remedy}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _finish(work: Coroutine[Any, Any, int]) -> None:
     """Run a command's coroutine, on uvloop where there is one, and exit with the status that it returns."""
+    import asyncio
+
     try:
         import uvloop
     except ImportError:

@@ -45,16 +45,16 @@ class Finding:
 
 def examine(folder: Path) -> list[Finding]:
     """Look at everything. `folder` is where runs would be kept."""
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _cores,
-        _memory,
-        lambda: _disk(folder),
-        _nats,
-        _torch,
-        _transformers,
-    ]
-    return [_guarded(check) for check in checks] + [_extra(*extra) for extra in EXTRAS]
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": _python,
+        "cores": _cores,
+        "memory": _memory,
+        "disk": lambda: _disk(folder),
+        "nats-server": _nats,
+        "torch": _torch,
+        "transformers": _transformers,
+    }
+    return [_guarded(name, check) for name, check in checks.items()] + [_extra(*extra) for extra in EXTRAS]
 
 
 def main(folder: Path) -> int:
@@ -74,12 +74,11 @@ def main(folder: Path) -> int:
     return 1 if bad else 0
 
 
-def _guarded(check: Callable[[], Finding]) -> Finding:
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
     """A check that fails in a way that nobody foresaw is a finding too."""
     try:
         return check()
     except Exception as error:
-        name = getattr(check, "__name__", "check").strip("_")
         return Finding(name, "bad", f"{type(error).__name__}: {error}", "Install Rollstream anew: pip install -e .")
 
 

@@ -247,7 +247,7 @@ def _draw_reward(axes: Axes, summary: Summary) -> None:
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(-0.02, 1.04)
     axes.set(title="reward", xlabel="step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_steps(axes)
     axes.legend(loc="lower right", frameon=False)
 
 
@@ -264,7 +264,7 @@ def _draw_lines(axes: Axes, summary: Summary, names: dict[str, str], title: str,
     for name, label in names.items():
         axes.plot(*_known(summary, name), label=label, lw=1.6)
     axes.set(title=title, xlabel="step", ylabel=unit)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_steps(axes)
     axes.set_ylim(bottom=0)
     if len(names) > 1:
         axes.legend(frameon=False)
@@ -305,6 +305,12 @@ def _draw_cpu(axes: Axes, summary: Summary) -> None:
         title += f"; {summary.cpu_per_step_s:.2f} a batch once running"
     axes.set(title=title, xlabel="CPU seconds")
     axes.grid(axis="y", visible=False)
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -1,0 +1,149 @@
+"""The rules of the house that a reviewer would otherwise have to remember."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("schemas", "bus", "actors", "ops", "cli")  # each may import itself and those before it
+LINES_MAX = 500
+
+# Who may speak to NATS: the connection under the JetStream adapter.
+NATS = {"bus/connection.py", "bus/jetstream.py", "bus/publish.py", "bus/pull.py"}
+# Who may import torch when imported: the mathematics, the engine, and what the fork server loads for all children.
+TORCH = {
+    "actors/rollout/rows.py",
+    "actors/rollout/kv_cache.py", "actors/rollout/load_weights.py", "actors/rollout/sampling.py",
+    "actors/rollout/torch_engine.py",
+    "actors/trainer/checkpoint.py", "actors/trainer/corrections.py", "actors/trainer/forward.py",
+    "actors/trainer/learner.py", "actors/trainer/policy_loss.py", "actors/trainer/sft.py",
+    "ops/preload.py",
+}  # fmt: skip
+HEAVY = ("torch", "transformers", "safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """An import in a file: of which module, at which line, and whether it happens when the file is imported."""
+
+    module: str
+    line: int
+    at_once: bool
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def sources() -> list[Path]:
+    files = [path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")]
+    return sorted([*files, *(ROOT / "recipes").glob("*.py"), ROOT / "cli.py"])
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(path: Path) -> list[Import]:
+    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), at_once=True))
+
+
+def _imports(node: ast.AST, at_once: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, at_once) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield Import(child.module or "", child.lineno, at_once)
+        else:
+            later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            never = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _imports(child, at_once and not later and not never)
+
+
+def test_imports_go_one_way() -> None:
+    """schemas ← bus ← actors ← ops ← cli: a lower layer that knows a higher one cannot be used alone."""
+    wrong = [
+        f"{name_of(path)}:{imported.line} imports {imported.module}"
+        for path in sources()
+        if (layer := name_of(path).partition("/")[0].removesuffix(".py")) in LAYERS
+        for imported in imports_of(path)
+        if imported.top in LAYERS and LAYERS.index(imported.top) > LAYERS.index(layer)
+    ]
+    assert wrong == []
+
+
+def test_a_recipe_needs_nothing_of_ours_but_the_schemas() -> None:
+    """People copy these files: they must not lean on our inside."""
+    wrong = [
+        f"{name_of(path)}:{imported.line} imports {imported.module}"
+        for path in (ROOT / "recipes").glob("*.py")
+        for imported in imports_of(path)
+        if imported.top in LAYERS and imported.top != "schemas"
+    ]
+    assert wrong == []
+
+
+def test_only_the_jetstream_adapter_speaks_to_nats() -> None:
+    """Everything else goes through the port, or the in-memory bus could not stand in."""
+    wrong = {name_of(path) for path in sources() for imported in imports_of(path) if imported.top == "nats"} - NATS
+    assert wrong == set()
+
+
+def test_imports_name_their_module_in_full() -> None:
+    """Relative imports would hide from the rules above in which layer a module lies."""
+    relative = [
+        name_of(path)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+def test_heavy_packages_are_imported_at_once_only_where_they_are_the_point() -> None:
+    """torch costs seconds and 200 MB a process; a controller or a `status` must not pay for it."""
+    at_once = {
+        name_of(path)
+        for path in sources()
+        for imported in imports_of(path)
+        if imported.at_once and imported.top in HEAVY
+    }
+    assert at_once - TORCH == set()
+
+
+def test_light_modules_stay_light_through_all_that_they_import() -> None:
+    """What a module imports counts, however indirectly: asked in a fresh interpreter, module by module."""
+    modules = [
+        name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in sources()
+        if name_of(path) not in TORCH
+    ]
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = sorted(set({HEAVY!r}) & set(sys.modules))\n"
+        "    if heavy: print(json.dumps([name, heavy])); break\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout, "imports {1}, through what it imports: {0}".format(*json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("folder", ["schemas", "bus", "actors", "ops", "recipes", "tests", "."])
+def test_a_file_can_be_read_in_one_sitting(folder: str) -> None:
+    """Beyond this, a file has two subjects."""
+    found = (ROOT / folder).glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in found}
+    assert lengths
+    assert {name: lines for name, lines in lengths.items() if lines > LINES_MAX} == {}
