@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import structlog
 
@@ -27,10 +27,13 @@ from schemas import Control, UserError
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer"]
 ROLES: tuple[Role, ...] = ("controller", "rollout", "reward", "trainer")
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3  # by SIGTERM, before the run had ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,14 +79,14 @@ def weights_folder(folder: Path) -> Path:
 
 
 def main(spec: ProcessSpec) -> None:
-    """The whole life of a process; exits with `EXIT_DONE`, `EXIT_USER_ERROR`, or a traceback and 1."""
+    """The whole life of a process; exits with one of the `EXIT_` codes, or with a traceback and 1."""
     from ops.logging import configure
 
     recipe = Recipe.from_yaml(spec.recipe_yaml)
     configure(spec.folder / "logs" / f"{spec.name}.jsonl", run=spec.run, actor=spec.name)
     spec.error_file.unlink(missing_ok=True)
     try:
-        _run(host(spec, recipe))
+        done = _run(host(spec, recipe))
     except UserError as error:
         log.error("actor_stopped", reason=error.message, remedy=error.remedy)
         spec.leave(error)
@@ -91,19 +94,23 @@ def main(spec: ProcessSpec) -> None:
     except Exception:
         log.exception("actor_failed")
         sys.exit(1)
+    if not done:
+        sys.exit(EXIT_STOPPED)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(work)
-    else:
-        uvloop.run(work)
+        return asyncio.run(work)
+    return uvloop.run(work)
 
 
-async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = None) -> None:
-    """Run the actors of a process until they end, `stop` is set, SIGTERM comes or the run's end is announced."""
+async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = None) -> bool:
+    """Run the actors of a process until they end, `stop` is set, SIGTERM comes or the run's end is announced.
+
+    False if they were stopped before their time.
+    """
     stop = stop or asyncio.Event()
     over = asyncio.Event()  # the run has ended, or we are to stop
     loop = asyncio.get_running_loop()
@@ -125,6 +132,7 @@ async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = N
                 done, _ = await asyncio.wait([*running, watcher], return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+            return not stop.is_set()
         finally:
             stop.set()
             with contextlib.suppress(TimeoutError):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import structlog
 
-from ops.host import EXIT_DONE, EXIT_USER_ERROR, ProcessSpec
+from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.host import main as host_main
 from schemas import UserError
 
@@ -128,7 +128,11 @@ class Supervisor:
             raise error
         lived_s = time.monotonic() - child.started_s
         child.failures = child.failures + 1 if lived_s < STEADY_S else 1
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"ended with status {status}"
+        if status == EXIT_STOPPED:  # by SIGTERM, and not by us: without it the run might wait for ever
+            child.failures, how = 0, "was stopped"
+        elif status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
         log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), failures=child.failures)
         if child.failures >= FAILURES_MAX and status > 0:
             child.done = True
