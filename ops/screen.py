@@ -21,6 +21,7 @@ CHART_ROWS = (6, 10)  # fewest and most; a low terminal gets a lower chart
 OTHER_LINES = 18  # what the rest of the screen needs
 FACTS_WIDTH = 36
 WIDTH_MAX = 140
+IDLE_WORTH_TELLING = 0.05
 
 
 class Screen(Protocol):
@@ -230,8 +231,7 @@ def _actors_panel(view: RunView, now_s: float, width: int) -> Panel:
     table = Table(box=None, padding=(0, 1), expand=True, header_style="dim")
     table.add_column("actor", no_wrap=True)
     table.add_column("busy", no_wrap=True, width=16)
-    table.add_column("state", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column("waits for", no_wrap=True, overflow="ellipsis", ratio=2)
+    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("CPU s", justify="right", no_wrap=True)
     told: set[str] = set()
     for actor in view.by_role():
@@ -246,14 +246,16 @@ def _actors_panel(view: RunView, now_s: float, width: int) -> Panel:
 def _actor_row(view: RunView, actor: ActorView, now_s: float, cpu_here: bool) -> tuple[RenderableType, ...]:
     cpu = _number(view.processes[actor.process].cpu_s, 1) if cpu_here else Text("shared", "dim")
     if actor.ended:
-        return Text(actor.actor, "dim"), Text("ended", "dim"), "", "", cpu
+        return Text(actor.actor, "dim"), Text("ended", "dim"), "", cpu
     if actor.silent(now_s):
-        return Text(actor.actor, "red"), Text(f"silent {_clock(now_s - actor.heard_s)}", "red"), "", "", cpu
+        return Text(actor.actor, "red"), Text(f"silent {_clock(now_s - actor.heard_s)}", "red"), "", cpu
     if actor.idle_share is None:
-        return actor.actor, "", actor.state, "", cpu
+        return actor.actor, "", actor.state, cpu
     busy = 1.0 - actor.idle_share
     gauge = Text(bar(busy, 10), "green") + Text(f" {busy:4.0%}")
-    return actor.actor, gauge, actor.state, Text(actor.idle_why if actor.idle_share > 0.05 else "", "dim"), cpu
+    waits = actor.idle_why and actor.idle_share > IDLE_WORTH_TELLING
+    doing = Text(f"waits for {actor.idle_why}" if waits else actor.state, "dim")
+    return actor.actor, gauge, doing, cpu
 
 
 def _number(value: float | None, digits: int) -> str:
