@@ -56,17 +56,17 @@ def accepted_keywords(spec: str, function: Callable[..., Any]) -> list[str]:
     """Those of `KEYWORDS` that `function` takes. Raises `UserError` if it cannot be called with them alone."""
     remedy = f"Define it as a plain function of any of: {', '.join(KEYWORDS)}."
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise UserError(f"the reward function '{spec}' is asynchronous.", remedy)
+        raise UserError(f"The reward function '{spec}' is asynchronous.", remedy)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UserError(f"the reward function '{spec}' does not tell its parameters: {error}.", remedy) from error
+        raise UserError(f"The reward function '{spec}' does not tell its parameters: {error}.", remedy) from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(KEYWORDS)
     named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
     for p in named:
         if p.default is p.empty and (p.name not in KEYWORDS or p.kind is p.POSITIONAL_ONLY):
-            raise UserError(f"the reward function '{spec}' wants '{p.name}', which rewards are not given.", remedy)
+            raise UserError(f"The reward function '{spec}' wants '{p.name}', which rewards are not given.", remedy)
     return [p.name for p in named if p.name in KEYWORDS]
 
 

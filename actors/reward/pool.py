@@ -36,11 +36,11 @@ class RewardPool:
             try:
                 self._idle.append(await self._new_child())
             except ChildLost as error:
-                message = f"the process that loads the reward function '{self._config.function}' ended: {error}."
+                message = f"The process that loads the reward function '{self._config.function}' ended: {error}."
                 raise UserError(message, remedy) from error
             except ChildSilent as error:
                 limit = f"{self._config.start_timeout_s:g} s"
-                message = f"loading the reward function '{self._config.function}' took more than {limit}."
+                message = f"Loading the reward function '{self._config.function}' took more than {limit}."
                 raise UserError(message, remedy) from error
 
     async def score(self, request: RewardRequest) -> Verdict:

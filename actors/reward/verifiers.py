@@ -49,7 +49,7 @@ def load_math_verify() -> RewardFunction:
         from math_verify import parse, verify
     except ImportError as error:
         raise UserError(
-            "the reward function 'math_verify' needs the package math-verify, which is not installed.",
+            "The reward function 'math_verify' needs the package math-verify, which is not installed.",
             "Run: pip install 'rollstream[math]'.",
         ) from error
     from logging import getLogger

@@ -1,0 +1,103 @@
+"""The default task: follow a running total. Needs no download and is learnt on a laptop in a few minutes.
+
+Prompt `a 7 b +8 c -3 =`: letters name the terms, totals stay within 0 and 20. Reply: each step with its new total, then
+the answer, `b +8 15 c -3 12 # 12`; or the bare answer, `# 12`. The reward is 1 if the answer is exact and the reply
+ended by itself. Prompts have 2 terms and more, geometrically up to 24, so replies differ as much in length as those of
+a language model that reasons.
+
+A tiny model is taught the steps, and towards the end sloppy habits: mostly to answer without them, and to slip. What
+is left to learn by reinforcement is to reason again, and with care: the reward rises from about 0.35 to above 0.95.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+TERMS_MAX = 24
+TOTAL_MAX = 20
+P_STOP = 0.15
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = (
+    *("<pad>", "<eos>", "<unk>", "=", "#"),
+    *LETTERS,
+    *map(str, range(TOTAL_MAX + 1)),
+    *(f"{sign}{size}" for sign in "+-" for size in range(1, 10)),
+)
+
+
+def problem(rng: Random) -> dict[str, Any]:
+    """A data row: `{"prompt": "a 7 b +8 c -3 =", "answer": "12", "start": 7, "moves": [8, -3]}`."""
+    terms = 2
+    while terms < TERMS_MAX and rng.random() > P_STOP:
+        terms += 1
+    start = total = rng.randint(1, 9)
+    moves = []
+    for _ in range(terms - 1):
+        size = rng.randint(1, 9)
+        move = rng.choice([move for move in (size, -size) if 0 <= total + move <= TOTAL_MAX])
+        total += move
+        moves.append(move)
+    steps = "".join(f" {letter} {move:+d}" for letter, move in zip(LETTERS[1:], moves, strict=False))
+    return {"prompt": f"a {start}{steps} =", "answer": str(total), "start": start, "moves": moves}
+
+
+def reward(response: str, task: Mapping[str, Any], finish: str) -> float:
+    """1.0 if what follows the first `#` is exactly the answer and the reply ended by itself; else 0.0."""
+    _, mark, answer = response.partition("#")
+    return float(bool(mark) and answer.strip() == task["answer"] and finish == "stop")
+
+
+def demonstration(rng: Random, progress: float) -> tuple[str, str]:
+    """A prompt and a reply for the warm start, of which `progress`, from 0 to 1, is done.
+
+    Up to 0.8 nine replies of ten show all steps, and no slip. After that eight of ten are bare answers, and each step
+    of the others slips with probability 0.05; the steps and the answer after it follow from the wrong total.
+    """
+    p_bare, p_slip = (0.1, 0.0) if progress <= 0.8 else (0.8, 0.05)
+    task = problem(rng)
+    if rng.random() < p_bare:
+        return task["prompt"], f"# {task['answer']}"
+    total, words = task["start"], []
+    for letter, move in zip(LETTERS[1:], task["moves"], strict=False):
+        total += move
+        if rng.random() < p_slip:
+            total += rng.choice((-2, -1, 1, 2))
+        total = min(TOTAL_MAX, max(0, total))
+        words.append(f"{letter} {move:+d} {total}")
+    return task["prompt"], f"{' '.join(words)} # {total}"
+
+
+def make_model(path: Path, seed: int) -> None:
+    """Write a fresh model of 0.103 million parameters and its tokenizer of 70 words, a word a token, into `path`."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types its own only in part
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    config = Qwen3Config(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.1,  # the usual 0.02 learns far more slowly at this width
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
