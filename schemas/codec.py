@@ -7,6 +7,7 @@ Decoding bounds every length before it allocates, since bytes come from other ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from schemas.fields import DATA_ITEMS_MAX
 from schemas.messages import TYPES, Message
 
 PAYLOAD_BYTES_MAX = 8_000_000  # below the 8 MB `max_payload` that we give the server
+CONTAINERS_MAX = 1 << 15  # lists and maps in one message; an empty one is a byte on the wire and 64 in memory
 
 
 def encode(message: Message) -> bytes:
@@ -40,7 +42,12 @@ def decode(payload: bytes) -> Message:
         raise MalformedMessage(f"the payload has {len(payload)} bytes; the limit is {PAYLOAD_BYTES_MAX}")
     try:
         # Array and map lengths are bounded, or nested headers that promise millions of items would allocate gigabytes.
-        envelope: Any = msgpack.unpackb(payload, max_array_len=DATA_ITEMS_MAX, max_map_len=DATA_ITEMS_MAX)
+        count = _counter()
+        envelope: Any = msgpack.unpackb(
+            payload, max_array_len=DATA_ITEMS_MAX, max_map_len=DATA_ITEMS_MAX, list_hook=count, object_hook=count
+        )
+    except MalformedMessage:
+        raise
     except Exception as error:  # msgpack raises a dozen kinds, UnicodeDecodeError and StackError among them
         raise MalformedMessage(f"not msgpack: {type(error).__name__} {error}") from None
     match envelope:
@@ -51,6 +58,20 @@ def decode(payload: bytes) -> Message:
     kind = TYPES.get(name)
     if kind is None:
         raise MalformedMessage(f"unknown message type {name[:40]!r}")
-    if version != kind.TYPE_VERSION:
+    if type(version) is not int or version != kind.TYPE_VERSION:
         raise MalformedMessage(f"{name} has version {version}; this program reads version {kind.TYPE_VERSION}")
     return kind.unpacked(fields)
+
+
+def _counter() -> Callable[[Any], Any]:
+    """A hook that lets `CONTAINERS_MAX` containers pass."""
+    left = CONTAINERS_MAX
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MalformedMessage(f"has more than {CONTAINERS_MAX} lists and maps")
+        return container
+
+    return count

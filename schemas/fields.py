@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -77,7 +78,7 @@ def string(chars_max: int = TEXT_CHARS_MAX, default: Any = dataclasses.MISSING) 
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > chars_max:
             raise MalformedMessage(f"must be a string of at most {chars_max} characters, not {_brief(value)}")
-        return value
+        return _encodable(value)
 
     return _declare(Codec(check, _same, _same), default)
 
@@ -102,7 +103,12 @@ def array(dtype: str, default: Any = dataclasses.MISSING) -> Any:
 
     def check(value: Any) -> npt.NDArray[Any]:
         try:
-            out = np.ascontiguousarray(value, dtype=kind)
+            given = np.asarray(value)
+            if given.dtype != kind:
+                given = _cast(given, kind)
+            out = np.ascontiguousarray(given)
+        except MalformedMessage:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise MalformedMessage(f"must be an array of {kind.name}: {error}") from None
         if out.ndim != 1 or len(out) > ARRAY_ITEMS_MAX:
@@ -153,8 +159,10 @@ def data(default: Any = dataclasses.MISSING) -> Any:
     """
 
     def walk(value: Any, depth: int) -> Any:
-        if value is None or isinstance(value, bool | str):
+        if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, str):
+            return _encodable(value)
         if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
             return int(value)
         if isinstance(value, float) and math.isfinite(value):
@@ -165,7 +173,7 @@ def data(default: Any = dataclasses.MISSING) -> Any:
             for key in value:
                 if type(key) is not str:
                     raise MalformedMessage(f"has a key that is no string: {_brief(key)}")
-            return {key: walk(item, depth + 1) for key, item in value.items()}
+            return {_encodable(key): walk(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple) and len(value) <= DATA_ITEMS_MAX:
             return [walk(item, depth + 1) for item in value]
         raise MalformedMessage(
@@ -198,6 +206,28 @@ def numbers(default: Any = dataclasses.MISSING) -> Any:
     return _declare(Codec(check, _same, _same), default)
 
 
+def _cast(given: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`given` as `kind`; numpy alone would cut fractions off and wrap large integers around, in silence."""
+    if kind.kind == "i" and given.size:
+        limits = np.iinfo(kind)
+        if given.dtype.kind not in "iu" or given.min() < limits.min or given.max() > limits.max:
+            raise MalformedMessage(f"must hold integers from {limits.min} to {limits.max}")
+    with np.errstate(over="ignore"):  # too large for a float becomes infinite, and is refused as such
+        return given.astype(kind)
+
+
+def _encodable(text: str) -> str:
+    """The text, if it can be sent: JSON may smuggle in half a surrogate pair, which UTF-8 cannot hold."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise MalformedMessage(f"holds half a surrogate pair at character {error.start}") from None
+    return text
+
+
 def _brief(value: Any) -> str:
-    shown = repr(value)
+    if isinstance(value, str | bytes):
+        value = value[:61]
+    shown = reprlib.repr(value)  # does not walk through all of a large value
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -159,6 +159,10 @@ class Prompt(Sample):
     seed: int = integer()
     min_version: int = integer()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_prompt(self)
+
     @property
     def versions(self) -> tuple[int, int] | None:
         """The version asked for."""
@@ -221,6 +225,7 @@ class Rollout(Sample):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_prompt(self)
         _same_length(self.tokens, self.logprobs, "rollout")
         _covers(self.segments, len(self.tokens), "rollout.segments")
 
@@ -290,7 +295,7 @@ class Batch(Message):
 
     The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
     ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very
-    decision ended, as pairs `[sample_id, reason]`. `seen` are statistics of all samples scored since the last batch.
+    decision ended, as `[sample_id, reason, tokens]`. `seen` are statistics of all samples scored since the last batch.
     """
 
     TYPE: ClassVar[str] = "batch"
@@ -310,6 +315,8 @@ class Batch(Message):
         super().__post_init__()
         if not len(self.group_ids) == len(self.indices) == len(self.rollout_seqs) == len(self.rewards):
             raise MalformedMessage("batch: its arrays differ in length")
+        if not isinstance(self.dropped, list) or not all(map(_is_dropped, self.dropped)):
+            raise MalformedMessage("batch.dropped must be triples [sample_id, reason, tokens]")
 
     @property
     def id(self) -> str:
@@ -391,3 +398,20 @@ class Control(Message):
 def _same_length(tokens: IntArray, logprobs: FloatArray, name: str) -> None:
     if len(tokens) != len(logprobs):
         raise MalformedMessage(f"{name} has {len(tokens)} tokens and {len(logprobs)} logprobs")
+
+
+def _check_prompt(message: Prompt | Rollout) -> None:
+    """The shapes that `data` alone does not check, and that every reader relies on."""
+    prompt: Any = message.prompt
+    chat = isinstance(prompt, list) and bool(prompt)
+    if not isinstance(prompt, str) and not (chat and all(isinstance(turn, dict) and "role" in turn for turn in prompt)):
+        raise MalformedMessage(f"{message.TYPE}.prompt must be text, or chat messages with a role each")
+    if not isinstance(message.task, dict):
+        raise MalformedMessage(f"{message.TYPE}.task must be a map")
+
+
+def _is_dropped(item: object) -> bool:
+    match item:
+        case [str(name), str(reason), str(tokens)]:
+            return parse_sample_id(name) is not None and reason in DROP_REASONS and tokens.isdecimal()
+    return False
