@@ -1,0 +1,157 @@
+"""Starting, watching, killing and auditing real runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bus.jetstream import JetStreamBus
+from bus.table import Stream
+from ops.audit import AuditReport, audit_run
+from ops.launch import locate
+from ops.nats_server import NatsServer
+from schemas import Message
+
+ROOT = Path(__file__).parents[2]
+RECIPE = Path(__file__).parent / "recipe" / "recipe.yaml"
+LOOK_S = 0.02
+STEP_WAIT_S = 60.0
+END_WAIT_S = 90.0
+
+
+def make_initial(folder: Path) -> Path:
+    """Make version 0 of the recipe as a run would."""
+    program = (
+        "import sys, pathlib\n"
+        "from ops.prepare import prepare\n"
+        "from ops.recipe import load_recipe\n"
+        "prepare(load_recipe(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(RECIPE), str(folder)], cwd=ROOT, check=True, env=_environment())
+    return folder / "initial"
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Launched:
+    """A `rollstream` command in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self.folder = folder
+        self.started_s = time.time()
+        self._output = folder.parent / f"output-{time.time_ns()}.txt"
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cli", *arguments],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_environment(),
+            )
+
+    @property
+    def output(self) -> str:
+        """All that it has printed so far, errors included."""
+        return self._output.read_text()
+
+    def pid(self, name: str) -> int:
+        """The process of an actor, or of `nats-server`."""
+        if name == "nats-server":
+            return int((self.folder / "nats" / "server.pid").read_text())
+        return int(json.loads((self.folder / "processes.json").read_text())[name])
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to an actor; returns its pid."""
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        """What an actor has logged under that name since this start."""
+        path = self.folder / "logs" / f"{name}.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last may be half written
+        return [line for line in map(json.loads, lines) if line["event"] == event]
+
+    @property
+    def steps_trained(self) -> int:
+        """How many steps the trainer has done, over all starts."""
+        return max((line["version"] for line in self.events("trainer", "step_trained")), default=0)
+
+    def until(self, what: str, holds: Callable[[], bool], wait_s: float = STEP_WAIT_S) -> None:
+        """Wait until something holds; fails if the process ends before, or if it takes too long."""
+        deadline_s = time.monotonic() + wait_s
+        while not holds():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.output}"
+            assert time.monotonic() < deadline_s, f"no {what} within {wait_s} s:\n{self.output}"
+            time.sleep(LOOK_S)
+
+    def until_step(self, steps: int) -> None:
+        """Wait until so many steps are done."""
+        self.until(f"step {steps}", lambda: self.steps_trained >= steps)
+
+    def ends(self, wait_s: float = END_WAIT_S) -> int:
+        """Wait for its end; returns the exit status."""
+        try:
+            return self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {wait_s} s:\n{self.output}") from None
+
+    def destroy(self) -> None:
+        """Leave nothing behind."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def audited(folder: Path) -> AuditReport:
+    """The audit of a run. Its server may still be on its way out, if the launcher was killed."""
+    return asyncio.run(audit_run(folder))
+
+
+def assert_sound(folder: Path, steps: int) -> AuditReport:
+    """The run has ended with all its steps, and nothing is lost, nothing twice."""
+    audit = audited(folder)
+    totals = audit.report.totals
+    assert audit.clean, audit.to_json()
+    assert audit.report.ended
+    assert (totals["steps"], totals["versions"], totals.get("open", 0)) == (steps, steps + 1, 0)
+    return audit
+
+
+def read_all(folder: Path, *streams: Stream) -> list[list[Message]]:
+    """All messages of some streams of a run that has ended."""
+
+    async def read() -> list[list[Message]]:
+        server = NatsServer()
+        url = await server.start(folder)
+        bus = JetStreamBus(locate(folder, None, None).run, url)
+        await bus.connect()
+        try:
+            out = []
+            for stream in streams:
+                info = await bus.info(stream)
+                messages: list[Message] = []
+                async for entry in bus.read(stream):
+                    messages.append(entry.message())
+                    if entry.seq >= info.last_seq:
+                        break
+                out.append(messages)
+            return out
+        finally:
+            await bus.close()
+            await server.stop()
+
+    return asyncio.run(read())
