@@ -357,6 +357,7 @@ async def test_a_lease_ends_with_its_time(bus: Bus, new_client: NewClient) -> No
 async def test_beats_are_heard_by_who_listens(bus: Bus, new_client: NewClient) -> None:
     other = await new_client()
     await bus.beat({"actor": "lost"})
+    await asyncio.sleep(0.1)  # it leaves a little later, and nobody listens yet
     beats = other.beats()
     heard = asyncio.create_task(anext(beats))
     await asyncio.sleep(0.1)
