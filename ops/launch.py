@@ -114,7 +114,7 @@ async def up(
             "Mount it here at the same path, or give its place with --run.",
         )
     tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
-    supervisor = Supervisor(note=lambda text: print(text, flush=True))
+    supervisor = Supervisor(note=lambda text: print(text, flush=True), heavy=role in ("rollout", "trainer"))
     interrupts = _Interrupts()
     with interrupts.caught():
         for i in range(count):

@@ -68,11 +68,11 @@ class _Child:
 
 
 class Supervisor:
-    """The processes of one machine. `note(text)` tells the person what happened to them."""
+    """The processes of one machine. `note(text)` tells the person what happened to them; `heavy` if some need torch."""
 
-    def __init__(self, note: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda _: None, heavy: bool = True) -> None:
         self.note = note
-        self._context = fork_server()
+        self._context = fork_server(heavy)
         self._children: dict[str, _Child] = {}
         self.draining = False
 
