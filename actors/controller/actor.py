@@ -20,13 +20,14 @@ from actors.controller.config import ControllerConfig
 from actors.controller.core import ControllerCore, Decision
 from actors.gauges import Gauges
 from bus.port import Bus, Entry, Fenced
-from bus.table import BATCHES, CONTROL, DROPPED, LEASE_S, PROMPTS, SCORED, WEIGHTS, Stream
+from bus.table import BATCHES, CONTROL, DROPPED, LEASE_S, PROMPTS, ROLLOUT_WORKERS, SCORED, WEIGHTS, Stream
 from schemas import Batch, Control, Dropped, MalformedMessage, Prompt, Scored, UserError, WeightVersion
 
 log = structlog.get_logger()
 
 EVENTS_MAX = 10_000  # entries read and not yet decided upon
 WAKE_S = 0.5
+LOOK_EVERY_S = 0.25  # at the queue of prompts; for the pace, so it need not be exact
 
 
 def sample_seed(run_seed: int, group_id: int, index: int) -> int:
@@ -112,6 +113,7 @@ class Controller:
             asyncio.create_task(self._pump(stream, start, events), name=f"controller reads {stream.name}")
             for stream, start in starts.items()
         ]
+        readers.append(asyncio.create_task(self._look_at_queue(core), name="controller looks at the queue"))
         try:
             while not stop.is_set():
                 await self._publish_decisions(core)
@@ -168,6 +170,11 @@ class Controller:
             WEIGHTS: weights.seq + 1 if weights else 1,
             CONTROL: 1,
         }
+
+    async def _look_at_queue(self, core: ControllerCore) -> None:
+        while True:
+            core.unbegun_prompts = (await self.bus.backlog(ROLLOUT_WORKERS)).pending
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _pump(self, stream: Stream, start: int, events: asyncio.Queue[Entry]) -> None:
         async for entry in self.bus.read(stream, start):
@@ -262,6 +269,7 @@ class Controller:
             "ready_groups": core.ready_groups,
             "group_limit": core.pace.limit,
             "group_bound": core.bound,
+            "unbegun_prompts": core.unbegun_prompts,
             "version": core.newest_version,
             "next_step": core.next_step,
             "admitted_groups": core.next_group,

@@ -42,10 +42,12 @@ class Decision:
 
 
 class Pace:
-    """How many groups to keep live: enough that the trainer never waits, no more, since what waits grows stale.
+    """How many groups to keep live: enough that nobody waits for work, no more, since what waits grows stale.
 
     Others measured that a pipeline filled to the bound sits at the bound and throws tokens away, and that one paced by
-    the trainer sits near staleness 1. Additive: up when a batch comes late, down when a whole batch is left over.
+    the trainer sits near staleness 1. Additive, decided at each batch. Up if the trainer had to wait while workers had
+    nothing left to begin with; if they had, generation is what limits, and more prompts would only lie there. Down if
+    a whole batch is left over, or if half a batch of prompts lies unbegun.
     """
 
     def __init__(self, config: ControllerConfig) -> None:
@@ -54,15 +56,16 @@ class Pace:
         self.step = max(1, config.batch_groups // 8)
         self.limit = min(2 * self.low, self.high) if config.pace else self.high
         self.fixed = not config.pace
+        self._enough_unbegun = max(1, config.batch_groups * config.group_size // 2)
 
-    def batch_formed(self, trainer_waited: bool, ready_left: int) -> None:
-        """Adapt after a batch: the trainer had nothing to do, or `ready_left` complete groups remain."""
+    def batch_formed(self, trainer_waited: bool, ready_left: int, unbegun: int) -> None:
+        """Adapt after a batch: `ready_left` complete groups remain, `unbegun` prompts were taken by no worker yet."""
         if self.fixed:
             return
-        if trainer_waited:
-            self.limit = min(self.high, self.limit + self.step)
-        elif ready_left >= self.low:
+        if ready_left >= self.low or unbegun > self._enough_unbegun:
             self.limit = max(self.low, self.limit - self.step)
+        elif trainer_waited and unbegun == 0:
+            self.limit = min(self.high, self.limit + self.step)
 
 
 class ControllerCore:
@@ -78,6 +81,7 @@ class ControllerCore:
         self.live: dict[int, Group] = {}
         self.dropped_groups = 0
         self.paused = False
+        self.unbegun_prompts = 0  # in the queue, taken by no worker: the actor looks now and then
         self._may_be_live = set(last_batch.live_groups.tolist()) if last_batch else set()
         self._fold_from = self.next_group
         self._drops: list[Dropped] = drops_of(last_batch) if last_batch else []
@@ -208,7 +212,7 @@ class ControllerCore:
         self.next_step += 1
         self._drops.extend(drops_of(batch))
         self._seen = _Seen()
-        self.pace.batch_formed(self.newest_version >= step, self.ready_groups)
+        self.pace.batch_formed(self.newest_version >= step, self.ready_groups, self.unbegun_prompts)
         return batch
 
     def _batch(self, step: int, selection: Selection) -> Batch:

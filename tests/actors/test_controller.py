@@ -341,7 +341,16 @@ def test_a_paced_pipeline_keeps_fewer_groups_live_until_the_trainer_has_to_wait(
     core.saw_weights(0)
     assert core.decide().admissions
     assert len(core.live) == 16
-    core.pace.batch_formed(trainer_waited=True, ready_left=0)
+    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=0)
     assert core.pace.limit == 17
-    core.pace.batch_formed(trainer_waited=False, ready_left=8)
+    core.pace.batch_formed(trainer_waited=False, ready_left=8, unbegun=0)
     assert core.pace.limit == 16
+
+
+def test_more_prompts_are_no_help_to_a_trainer_that_waits_for_busy_workers() -> None:
+    """Where generation is the bottleneck the queue must not fill up to the bound."""
+    core = ControllerCore(config(max_staleness=8, batch_groups=8, pace=True), steps=100)
+    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=1)
+    assert core.pace.limit == 16
+    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=9)
+    assert core.pace.limit == 15
