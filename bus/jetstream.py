@@ -118,15 +118,33 @@ class JetStreamBus:
 
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """Store messages in order directly after `last_seq`, pipelined; returns the new last sequence."""
-        sent: list[asyncio.Future[Incoming | None]] = []
-        for place, message in enumerate(messages, last_seq + 1):
-            sent.append(await self._publisher.post(*self._fenced(message, place)))
-        stored = True
-        for place, (message, future) in enumerate(zip(messages, sent, strict=True), last_seq + 1):
-            stored = stored_at(await future) == place and stored
-            if not stored:  # it or one before it got no good answer: one by one, each checked
-                await self._place(message, place)
-        return last_seq + len(messages)
+        end = last_seq + len(messages)
+        left = list(messages)
+        while left:
+            left = left[await self._pipeline(left, end - len(left)) :]
+            if left:  # the first of them got no good answer: with care, then on behind what stands already
+                await self._place(left[0], end - len(left) + 1)
+                left = left[1 + await self._standing(left[1:], end - len(left) + 1) :]
+        return end
+
+    async def _pipeline(self, messages: Sequence[Message], last_seq: int) -> int:
+        """Send all at once; how many of them, from the first on, were stored at their places."""
+        sent = [
+            await self._publisher.post(*self._fenced(message, place))
+            for place, message in enumerate(messages, last_seq + 1)
+        ]
+        stored = [stored_at(await future) == place for place, future in enumerate(sent, last_seq + 1)]
+        return stored.index(False) if False in stored else len(stored)
+
+    async def _standing(self, messages: Sequence[Message], last_seq: int) -> int:
+        """How many of them, from the first on, stand at their places already."""
+        if not messages:
+            return 0
+        stream = STREAM_OF[type(messages[0])]
+        count = min(len(messages), (await self.info(stream)).last_seq - last_seq)
+        entries = await self.get(stream, range(last_seq + 1, last_seq + 1 + count))
+        same = [entry.id == message.id for entry, message in zip(entries, messages, strict=False)]
+        return same.index(False) if False in same else len(same)
 
     def _fenced(self, message: Message, place: int) -> tuple[str, bytes, dict[str, str]]:
         target = subject(self.run, STREAM_OF[type(message)], key_of(message))

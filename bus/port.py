@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from bus.table import Consumer, Stream
 from schemas import Message, Partial, decode, parse_sample_id
+from schemas.messages import parse_pair
 
 ID_HEADER = "Nats-Msg-Id"
 RUN_HEADER = "Rs-Run"
@@ -63,8 +64,7 @@ class Entry:
     @property
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest policy version, from the header."""
-        oldest, _, newest = self.headers.get(VERSIONS_HEADER, "").partition("-")
-        return (int(oldest), int(newest)) if oldest.isdecimal() and newest.isdecimal() else None
+        return parse_pair(self.headers.get(VERSIONS_HEADER, ""))
 
     @property
     def sample(self) -> tuple[int, int] | None:

@@ -58,9 +58,9 @@ class _Pull:
         """Start on a fresh inbox: what old requests still bring does not count as credit."""
         await self.close()
         await asyncio.sleep(max(0.0, self._not_before_s - asyncio.get_running_loop().time()))
-        # Registered before the inbox, so that a reconnection in between is seen.
+        # Registered before the inbox, so that a new connection in between is seen.
         self.lost = False
-        self._connection.on_reconnect.add(self.lose)
+        self._connection.on_change.add(self.lose)
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         inbox = self._connection.new_inbox()
 
@@ -71,7 +71,7 @@ class _Pull:
 
     async def close(self) -> None:
         """Withdraw the requests. What was on its way is given to `on_message` before this returns."""
-        self._connection.on_reconnect.discard(self.lose)
+        self._connection.on_change.discard(self.lose)
         listener, self._listener = self._listener, None
         self.lost = True
         if listener is not None:

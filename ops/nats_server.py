@@ -27,6 +27,7 @@ from schemas import UserError
 
 START_TIMEOUT_S = 60.0  # recovering a store of a few GB takes seconds, an empty one 20 ms
 STOP_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 1.0  # the server of a run that was just killed may still be on its way out
 POLL_S = 0.005
 WATCH_S = 0.05  # how often the supervisor looks; a reader shall resume within about 0.5 s
 RESTART_BACKOFF_S = 0.05
@@ -101,7 +102,7 @@ class NatsServer:
         Raises:
             UserError: the folder is in use, the program is missing, or the server did not come up (with its reason).
         """
-        self._lock = _take_lock(folder)
+        self._lock = await _take_lock(folder)
         self._folder = folder
         self._stopping = False
         try:
@@ -260,7 +261,7 @@ def _paths(folder: Path) -> dict[str, Path]:
     }
 
 
-def _take_lock(folder: Path) -> int:
+async def _take_lock(folder: Path) -> int:
     """A descriptor that holds the folder's lock. The server inherits it, so the lock lives as long as either does."""
     paths = _paths(folder)
     try:
@@ -270,16 +271,26 @@ def _take_lock(folder: Path) -> int:
         raise UserError(
             f"The run folder {folder} cannot be used: {error}.", "Choose a folder that can be written."
         ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while not _locked(lock):
+        if time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+            continue
         os.close(lock)
         pid = paths["pid"].read_text().strip() if paths["pid"].exists() else "unknown"
         raise UserError(
             f"The run in {folder} is already running (nats-server has pid {pid}).",
             "Attach to it with `rollstream status` or stop it with `rollstream stop`.",
-        ) from None
+        )
     return lock
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _write_private(path: Path, text: str) -> None:

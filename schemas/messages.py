@@ -38,6 +38,9 @@ DropReason: TypeAlias = Literal[
     "run_ended",
 ]  # fmt: skip
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+GROUP_ID_MAX = 1 << 62
+INDEX_MAX = 1 << 20
+DIGITS_MAX = 20
 ChatPrompt: TypeAlias = str | list[dict[str, Any]]
 
 
@@ -108,8 +111,16 @@ def sample_id(group_id: int, index: int) -> str:
 
 def parse_sample_id(value: str) -> tuple[int, int] | None:
     """`(group_id, index)` of a sample id, None if it is none. For reading headers of messages that do not decode."""
-    group, _, index = value.partition("-")
-    return (int(group), int(index)) if group.isdecimal() and index.isdecimal() else None
+    pair = parse_pair(value)
+    return pair if pair is not None and pair[0] <= GROUP_ID_MAX and pair[1] <= INDEX_MAX else None
+
+
+def parse_pair(value: str) -> tuple[int, int] | None:
+    """The numbers in `"12-3"`, None if it is not of that form: headers come from elsewhere and may hold any text."""
+    first, _, second = value.partition("-")
+    if len(value) > 2 * DIGITS_MAX or not (first.isdecimal() and second.isdecimal()):
+        return None
+    return int(first), int(second)
 
 
 def oldest_and_newest(pairs: Segments) -> tuple[int, int] | None:
@@ -128,8 +139,8 @@ def _covers(pairs: Segments, tokens: int, name: str) -> None:
 class Sample(Message):
     """What all messages about one sample share."""
 
-    group_id: int = integer()
-    index: int = integer(0, 1 << 20)
+    group_id: int = integer(0, GROUP_ID_MAX)
+    index: int = integer(0, INDEX_MAX)
 
     @property
     def sample_id(self) -> str:

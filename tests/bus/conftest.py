@@ -23,8 +23,14 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(server.stop())
 
 
+@pytest.fixture
+def ack_wait_s() -> float:
+    """Parametrised by tests that must not mistake a redelivery for something else."""
+    return ACK_WAIT_S
+
+
 @pytest.fixture(params=["jetstream", "memory"])
-async def new_client(request: pytest.FixtureRequest, server_url: str) -> AsyncIterator[NewClient]:
+async def new_client(request: pytest.FixtureRequest, server_url: str, ack_wait_s: float) -> AsyncIterator[NewClient]:
     """Makes connected clients of one run that has been set up."""
     run = f"t{next(_runs)}"
     hub = MemoryHub()
@@ -39,7 +45,7 @@ async def new_client(request: pytest.FixtureRequest, server_url: str) -> AsyncIt
         clients.append(bus)
         return bus
 
-    await (await new()).setup(ack_wait_s=ACK_WAIT_S)
+    await (await new()).setup(ack_wait_s=ack_wait_s)
     yield new
     for client in clients:
         await client.close()

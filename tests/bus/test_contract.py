@@ -20,6 +20,8 @@ from bus.table import (
 from schemas import Control, Dropped
 from tests.bus.samples import ACK_WAIT_S, WAIT_S, NewClient, fetch_until, groups, partial, prompt, take
 
+UNHURRIED = pytest.mark.parametrize("ack_wait_s", [60.0])  # nothing comes again within the test by itself
+
 
 async def test_a_message_comes_back_as_it_was_stored(bus: Bus) -> None:
     ack = await bus.publish(prompt(12, 3))
@@ -133,6 +135,7 @@ async def test_a_fetch_is_never_given_more_than_it_asked_for(bus: Bus) -> None:
         assert held <= 16
 
 
+@UNHURRIED
 async def test_a_smaller_fetch_takes_back_what_a_larger_one_had_asked_for(bus: Bus, new_client: NewClient) -> None:
     """A worker that has filled up must not be handed a message that another could start at once."""
     other = await new_client()
@@ -150,15 +153,16 @@ async def test_an_empty_fetch_waits_no_longer_than_it_was_told(bus: Bus) -> None
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
         began_s = asyncio.get_running_loop().time()
         assert await subscription.fetch(5, 0.1) == []
-        assert 0.09 <= asyncio.get_running_loop().time() - began_s < 0.6
+        assert 0.09 <= asyncio.get_running_loop().time() - began_s < 2.0
 
 
+@UNHURRIED
 async def test_a_waiting_fetch_is_woken_by_a_message(bus: Bus) -> None:
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
         waiting = asyncio.create_task(subscription.fetch(5, WAIT_S))
         await asyncio.sleep(0.05)
         await bus.publish(prompt(1))
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(1.2):  # less than its own look around
             assert groups(await waiting) == [1]
 
 
@@ -193,15 +197,17 @@ async def test_progress_keeps_a_message(bus: Bus) -> None:
         await delivery.ack()
 
 
+@UNHURRIED
 async def test_a_message_given_back_comes_at_once(bus: Bus) -> None:
     await bus.publish(prompt(1))
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
         [delivery] = await subscription.fetch(5, WAIT_S)
         await delivery.nak()
-        [again] = await subscription.fetch(5, ACK_WAIT_S / 2)
+        [again] = await subscription.fetch(5, WAIT_S)
         assert again.deliveries == 2
 
 
+@UNHURRIED
 async def test_a_message_given_back_for_later_comes_later(bus: Bus) -> None:
     await bus.publish(prompt(1))
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
@@ -209,7 +215,7 @@ async def test_a_message_given_back_for_later_comes_later(bus: Bus) -> None:
         began_s = asyncio.get_running_loop().time()
         await delivery.nak(delay_s=0.3)
         [_] = await subscription.fetch(5, WAIT_S)
-        assert 0.25 <= asyncio.get_running_loop().time() - began_s < 0.3 + ACK_WAIT_S
+        assert asyncio.get_running_loop().time() - began_s >= 0.25
 
 
 async def test_a_terminated_message_never_comes_again(bus: Bus) -> None:
@@ -220,6 +226,7 @@ async def test_a_terminated_message_never_comes_again(bus: Bus) -> None:
         assert await subscription.fetch(5, 2 * ACK_WAIT_S) == []
 
 
+@UNHURRIED
 async def test_a_subscription_that_ends_withholds_nothing(bus: Bus, new_client: NewClient) -> None:
     """What it had asked for and not returned is free for others at once, not after the ack wait."""
     other = await new_client()
@@ -227,7 +234,7 @@ async def test_a_subscription_that_ends_withholds_nothing(bus: Bus, new_client: 
         assert await subscription.fetch(10, 0.05) == []  # leaves ten asked for
         await asyncio.gather(*(bus.publish(prompt(group)) for group in range(3)))
     async with other.subscribe(ROLLOUT_WORKERS) as subscription:
-        got = await fetch_until(subscription, 3, wait_s=ACK_WAIT_S / 2)
+        got = await fetch_until(subscription, 3)
         assert sorted(groups(got)) == [0, 1, 2]
 
 
@@ -357,10 +364,11 @@ async def test_a_lease_ends_with_its_time(bus: Bus, new_client: NewClient) -> No
 async def test_beats_are_heard_by_who_listens(bus: Bus, new_client: NewClient) -> None:
     other = await new_client()
     await bus.beat({"actor": "lost"})
-    await asyncio.sleep(0.1)  # it leaves a little later, and nobody listens yet
+    await bus.info(PROMPTS)  # a round trip: the server has seen the beat
     beats = other.beats()
     heard = asyncio.create_task(anext(beats))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
+    await other.info(PROMPTS)  # and knows that the other listens
     await bus.beat({"actor": "rollout-1", "tokens_s": 120.5, "queue": [1, 2]})
     async with asyncio.timeout(WAIT_S):
         assert await heard == {"actor": "rollout-1", "tokens_s": 120.5, "queue": [1, 2]}

@@ -28,10 +28,10 @@ ACK_WAIT_S = 1.0
 DOWN_S = 0.3
 
 
-async def connected(url: str, run: str = "run") -> JetStreamBus:
+async def connected(url: str, run: str = "run", ack_wait_s: float = ACK_WAIT_S) -> JetStreamBus:
     bus = JetStreamBus(run, url, "test")
     await bus.connect()
-    await bus.setup(ack_wait_s=ACK_WAIT_S)
+    await bus.setup(ack_wait_s=ack_wait_s)
     return bus
 
 
@@ -86,13 +86,13 @@ async def test_a_reader_resumes_soon_after_a_kill_and_sees_each_entry_once(
     back_s = asyncio.get_running_loop().time()
     heard.clear()
     await bus.publish(prompt(300))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         while len(seen) < 301:
             await asyncio.sleep(0.005)
-    assert asyncio.get_running_loop().time() - back_s < 1.0  # about 0.2 s on an idle machine
+    assert asyncio.get_running_loop().time() - back_s < 2.5  # about 0.2 s on an idle machine
     for group in range(301, 320):
         await bus.publish(prompt(group))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         while len(seen) < 320:
             await asyncio.sleep(0.005)
     assert seen == list(range(1, 321))
@@ -120,6 +120,28 @@ async def test_a_reader_that_ends_leaves_no_consumer_behind(bus: JetStreamBus) -
     async with asyncio.timeout(2):
         while (await bus._api(f"CONSUMER.NAMES.{stream_name(bus.run, PROMPTS)}"))["consumers"] != ["rollout"]:
             await asyncio.sleep(0.01)
+
+
+async def test_a_reader_gets_past_the_bound_on_bytes(bus: JetStreamBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large answers end a request before its count does; the reader must ask again."""
+    monkeypatch.setattr("bus.pull.READ_WINDOW_BYTES", 100_000)
+    await asyncio.gather(*(bus.publish(rollout(group, tokens=2000)) for group in range(60)))
+    assert [entry.seq for entry in await take(bus.read(ROLLOUTS), 60)] == list(range(1, 61))
+
+
+async def test_whoever_waits_learns_that_the_connection_was_closed(bus: JetStreamBus, server: NatsServer) -> None:
+    """The server may close it for good, e.g. after a change of credentials; the actor must end, to be started anew."""
+    other = JetStreamBus("run", server.url)
+    await other.connect()
+    reading = asyncio.create_task(anext(other.read(PROMPTS)))
+    async with other.subscribe(ROLLOUT_WORKERS) as subscription:
+        fetching = asyncio.create_task(subscription.fetch(1, 60.0))
+        await asyncio.sleep(0.1)
+        await other.close()
+        async with asyncio.timeout(1):
+            for waiting in (reading, fetching):
+                with pytest.raises(BusUnavailable, match="closed"):
+                    await waiting
 
 
 async def test_workers_lose_nothing_over_kills_of_the_server(bus: JetStreamBus, server: NatsServer) -> None:
@@ -159,14 +181,16 @@ async def test_a_waiting_fetch_survives_a_restart(bus: JetStreamBus, server: Nat
             assert groups(await waiting) == [1]
 
 
-async def test_a_broken_connection_leaves_no_message_in_a_dead_pull(bus: JetStreamBus) -> None:
+async def test_a_broken_connection_leaves_no_message_in_a_dead_pull(server: NatsServer) -> None:
     """The server still holds the old request when the client comes back, and must not answer it to nobody."""
+    bus = await connected(server.url, ack_wait_s=60.0)
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
         assert await subscription.fetch(5, 0.05) == []
         bus._connection._client._transport.close()  # type: ignore[union-attr]
         await asyncio.sleep(0.05)
         await asyncio.gather(*(bus.publish(prompt(group)) for group in range(5)))
-        assert sorted(groups(await fetch_until(subscription, 5, wait_s=ACK_WAIT_S / 2))) == [0, 1, 2, 3, 4]
+        assert sorted(groups(await fetch_until(subscription, 5))) == [0, 1, 2, 3, 4]
+    await bus.close()
 
 
 async def test_fenced_messages_stand_once_after_a_kill_in_the_midst(bus: JetStreamBus, server: NatsServer) -> None:

@@ -220,5 +220,17 @@ def test_messages_compare_by_value() -> None:
 
 def test_sample_ids_go_both_ways() -> None:
     assert parse_sample_id(sample_id(12, 3)) == (12, 3)
-    for text in ("", "12", "12-", "-3", "a-b", "12-3-4", "١٢-٣x", "12- 3"):
+    for text in (
+        "",
+        "12",
+        "12-",
+        "-3",
+        "a-b",
+        "12-3-4",
+        "١٢-٣x",
+        "12- 3",
+        "9" * 5000 + "-1",
+        f"{1 << 63}-1",
+        "1-9999999",
+    ):
         assert parse_sample_id(text) is None
