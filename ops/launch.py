@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -336,17 +336,17 @@ async def _until_done(
     supervisor: Supervisor,
     interrupts: _Interrupts,
     recipe: Recipe,
-    side: list[asyncio.Task[None]] | None = None,
+    side: Sequence[asyncio.Task[None]] = (),
     screen: Screen | None = None,
 ) -> int:
     """Watch the processes until all are done (0) or the user wants to stop (130). A failing side task ends it."""
     watching = asyncio.create_task(supervisor.watch(), name="watches processes")
     draining = asyncio.create_task(interrupts.draining.wait())
     try:
-        await asyncio.wait([watching, draining, *(side or [])], return_when=asyncio.FIRST_COMPLETED)
-        for task in side or []:
-            if task.done():
-                task.result()
+        await asyncio.wait([watching, draining, *side], return_when=asyncio.FIRST_COMPLETED)
+        for failed in side:
+            if failed.done():
+                failed.result()
         if watching.done():
             watching.result()
             return 0

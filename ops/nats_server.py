@@ -280,7 +280,7 @@ async def _take_lock(folder: Path) -> int:
         pid = paths["pid"].read_text().strip() if paths["pid"].exists() else "unknown"
         raise UserError(
             f"The run in {folder} is already running (nats-server has pid {pid}).",
-            "Attach to it with `rollstream status` or stop it with `rollstream stop`.",
+            "Attach to it with `rollstream status`, or stop it with Ctrl-C where it was started.",
         )
     return lock
 

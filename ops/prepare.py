@@ -17,7 +17,7 @@ from ops.host import initial_model, replace_folder
 from ops.recipe import Recipe
 from schemas import UserError
 
-PROGRESS_EVERY_S = 2.0
+PROGRESS_EVERY_S = 5.0
 
 
 def prepare(recipe: Recipe, folder: Path) -> Path:
@@ -25,7 +25,11 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
     final = initial_model(folder)
     if final.exists():
         return final
+    from transformers.utils import logging
+
     from ops.models import prepare_model
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes bars in the midst of ours
 
     source = prepare_model(recipe.model, recipe.base, folder / "made", recipe.seed)
     aside = final.with_name(f".{final.name}-{os.getpid()}")
@@ -41,9 +45,7 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
 def _load(source: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:

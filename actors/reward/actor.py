@@ -48,7 +48,8 @@ class RewardWorker:
                 serving = asyncio.create_task(
                     serve(self.bus, REWARD_WORKERS, self._handle, room=lambda: room, stop=stop, name=self.name)
                 )
-                await asyncio.wait([serving, self._broken], return_when=asyncio.FIRST_COMPLETED)
+                either: tuple[asyncio.Future[Any], ...] = (serving, self._broken)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 broken = self._broken.done()
                 if broken:
                     stop.set()

@@ -11,6 +11,7 @@ however many samples are concerned. Everything that touches the decoder runs in 
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from actors.rollout.engine import EngineClosedError, EngineStats, Generation, Re
 from actors.rollout.torch_engine import Decoder
 
 _Command = Callable[[], None]
+
+# A full batch lets new sequences in, and finished ones out, this often. Each admission costs a forward of its own and
+# each delivery wakes the loop, which competes for the interpreter: done after every 2 ms step of a small model, both
+# cost as much as the decoding. A large model takes longer than this for a step and notices nothing.
+TURN_S = 0.010
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +77,7 @@ class ThreadedEngine:
         self._updates: deque[_Update] = deque()
         self._outbox: list[_Result] = []
         self._open = True
+        self._turned_s = 0.0
 
     @property
     def version(self) -> int:
@@ -202,15 +209,24 @@ class ThreadedEngine:
             while self._open:
                 self._obey()
                 self._load_updates()
-                if not self._updates:
+                turn = self._turn_is_due()
+                if turn and not self._updates:
                     self._admit()
                 for ticket, generation in self._decoder.step():
                     self._outbox.append(_Result(self._running.pop(ticket).future, generation))
-                if self._outbox:
+                if self._outbox and (turn or not self._decoder.running):
                     self._call_loop(self._deliver, self._outbox)
                     self._outbox = []
         except BaseException as error:
             self._call_loop(self._fail, error)
+
+    def _turn_is_due(self) -> bool:
+        """At once while the batch is less than half full: then there is room to fill, or a last sample to wait for."""
+        now_s = time.monotonic()
+        if now_s - self._turned_s < TURN_S and 2 * self._decoder.running >= self._decoder.slots:
+            return False
+        self._turned_s = now_s
+        return True
 
     def _call_loop(self, call: Callable[[Any], None], argument: Any) -> None:
         assert self._loop is not None  # set by start, before the thread
