@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import structlog
 
 from bus.jetstream import JetStreamBus
-from bus.port import Bus
+from bus.port import Bus, BusFull
 from bus.table import CONTROL
 from ops.recipe import Recipe
 from schemas import Control, UserError
@@ -87,15 +88,30 @@ def main(spec: ProcessSpec) -> None:
     spec.error_file.unlink(missing_ok=True)
     try:
         done = _run(host(spec, recipe))
-    except UserError as error:
-        log.error("actor_stopped", reason=error.message, remedy=error.remedy)
-        spec.leave(error)
+    except Exception as error:
+        mendable = as_user_error(error, spec.folder)
+        if mendable is None:
+            log.exception("actor_failed")
+            sys.exit(1)
+        log.error("actor_stopped", reason=mendable.message, remedy=mendable.remedy)
+        spec.leave(mendable)
         sys.exit(EXIT_USER_ERROR)
-    except Exception:
-        log.exception("actor_failed")
-        sys.exit(1)
     if not done:
         sys.exit(EXIT_STOPPED)
+
+
+def as_user_error(error: Exception, folder: Path) -> UserError | None:
+    """What the user can mend in a failure, None if starting again may help or the fault is ours."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, BusFull):
+        return UserError(str(error), "Then continue with --resume.")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"The disk of {folder} is full: {error}.",
+            "Free some space, or lower trainer.keep_checkpoints and trainer.keep_versions; continue with --resume.",
+        )
+    return None
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
