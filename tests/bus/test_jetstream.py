@@ -188,6 +188,8 @@ async def test_a_broken_connection_leaves_no_message_in_a_dead_pull(server: Nats
         assert await subscription.fetch(5, 0.05) == []
         bus._connection._client._transport.close()  # type: ignore[union-attr]
         await asyncio.sleep(0.05)
+        assert await bus._connection.until_up(3.0)
+        await asyncio.sleep(0.3)  # what the server sends into the dead socket meanwhile comes after the ack wait only
         await asyncio.gather(*(bus.publish(prompt(group)) for group in range(5)))
         assert sorted(groups(await fetch_until(subscription, 5))) == [0, 1, 2, 3, 4]
     await bus.close()
