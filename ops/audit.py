@@ -83,7 +83,7 @@ async def main(target: Path, as_json: bool) -> int:
 async def audit_run(folder: Path) -> AuditReport:
     """Audit the run in a folder, whether it is going on or has ended. Raises `UserError` if it cannot be read."""
     where = locate(folder, None, None)
-    async with _server_of(folder, where.url) as url:
+    async with server_of(folder, where.url) as url:
         bus = JetStreamBus(where.run, url, "audit")
         await bus.connect()
         try:
@@ -95,7 +95,7 @@ async def audit_run(folder: Path) -> AuditReport:
 
 
 @contextlib.asynccontextmanager
-async def _server_of(folder: Path, url: str) -> AsyncIterator[str]:
+async def server_of(folder: Path, url: str) -> AsyncIterator[str]:
     """The URL of a server that holds the run: the one that runs, or one of our own on the run's store."""
     own = url_of(folder)
     if own is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,9 +16,8 @@ from typing import Any
 
 from bus.jetstream import JetStreamBus
 from bus.table import Stream
-from ops.audit import AuditReport, audit_run
+from ops.audit import AuditReport, audit_run, server_of
 from ops.launch import locate
-from ops.nats_server import NatsServer
 from schemas import Message
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ class Launched:
         return pid
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
-        """What an actor has logged under that name since this start."""
+        """What an actor has logged, over all starts."""
         path = self.folder / "logs" / f"{name}.jsonl"
         if not path.exists():
             return []
@@ -102,6 +102,16 @@ class Launched:
         """Wait until so many steps are done."""
         self.until(f"step {steps}", lambda: self.steps_trained >= steps)
 
+    def until_replaced(self, name: str, killed: int) -> None:
+        """Wait until a killed actor has been started again."""
+
+        def replaced() -> bool:
+            with contextlib.suppress(KeyError, FileNotFoundError):  # it is just being started again
+                return self.pid(name) != killed
+            return False
+
+        self.until(f"another {name}", replaced)
+
     def ends(self, wait_s: float = END_WAIT_S) -> int:
         """Wait for its end; returns the exit status."""
         try:
@@ -117,7 +127,7 @@ class Launched:
 
 
 def audited(folder: Path) -> AuditReport:
-    """The audit of a run. Its server may still be on its way out, if the launcher was killed."""
+    """The audit of a run, whether it goes on or not."""
     return asyncio.run(audit_run(folder))
 
 
@@ -132,26 +142,28 @@ def assert_sound(folder: Path, steps: int) -> AuditReport:
 
 
 def read_all(folder: Path, *streams: Stream) -> list[list[Message]]:
-    """All messages of some streams of a run that has ended."""
+    """All messages of some streams of a run, whether it goes on or not."""
 
     async def read() -> list[list[Message]]:
-        server = NatsServer()
-        url = await server.start(folder)
-        bus = JetStreamBus(locate(folder, None, None).run, url)
-        await bus.connect()
-        try:
-            out = []
-            for stream in streams:
-                info = await bus.info(stream)
-                messages: list[Message] = []
-                async for entry in bus.read(stream):
-                    messages.append(entry.message())
-                    if entry.seq >= info.last_seq:
-                        break
-                out.append(messages)
-            return out
-        finally:
-            await bus.close()
-            await server.stop()
+        where = locate(folder, None, None)
+        async with server_of(folder, where.url) as url:
+            bus = JetStreamBus(where.run, url)
+            await bus.connect()
+            try:
+                return [await _all_of(bus, stream) for stream in streams]
+            finally:
+                await bus.close()
 
     return asyncio.run(read())
+
+
+async def _all_of(bus: JetStreamBus, stream: Stream) -> list[Message]:
+    info = await bus.info(stream)
+    messages: list[Message] = []
+    if info.messages:
+        async with contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
+            async for entry in entries:
+                messages.append(entry.message())
+                if entry.seq >= info.last_seq:
+                    break
+    return messages

@@ -13,7 +13,7 @@ from tests.e2e.harness import Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 8
+STEPS = 14
 
 
 def test_the_tokens_of_a_worker_that_is_terminated_are_in_the_finished_samples(
@@ -21,9 +21,10 @@ def test_the_tokens_of_a_worker_that_is_terminated_are_in_the_finished_samples(
 ) -> None:
     """Preemption is normal life on many nodes, and long answers are what is expensive."""
     run = launch(f"steps={STEPS}", "rollout.workers=2", "rollout.slots=8", "rollout.partial_every=0")
-    run.until_step(3)
-    left = run.kill("rollout-0", signal.SIGTERM)
-    run.until("another rollout-0", lambda: run.pid("rollout-0") != left)
+    run.until_step(2)
+    run.until_replaced("rollout-0", run.kill("rollout-0", signal.SIGTERM))
+    while read_all(run.folder, PARTIALS) == [[]]:  # it had nothing in hand just then
+        run.until_replaced("rollout-0", run.kill("rollout-0", signal.SIGTERM))
     assert run.ends() == 0, run.output
     audit = assert_sound(run.folder, STEPS)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -22,7 +25,24 @@ def test_a_run_survives_kill_9_of(victim: str, staleness: int, launch: Callable[
     run = launch(f"steps={STEPS}", f"controller.max_staleness={staleness}")
     run.until_step(4)
     killed = run.kill(victim)
-    run.until(f"another {victim}", lambda: run.pid(victim) != killed)
+    run.until_replaced(victim, killed)
     assert run.ends() == 0, run.output
     audit = assert_sound(run.folder, STEPS)
     assert audit.report.totals["admitted"] >= STEPS * 16
+
+
+def test_a_run_survives_kills_of_anybody_at_any_time(launch: Callable[..., Launched]) -> None:
+    """Two at once, one while another comes back, the server in between: what single kills do not show."""
+    steps, random = 16, Random(7)
+    run = launch(f"steps={steps}", "rollout.workers=2", "controller.filter=zero_variance")
+    names = ("trainer", "controller", "rollout-0", "rollout-1", "reward-0", "nats-server")
+    run.until_step(1)
+    kills = 0
+    while kills < 10 and run.steps_trained < steps - 2:
+        with contextlib.suppress(KeyError, ProcessLookupError, FileNotFoundError):  # it is just being started again
+            run.kill(random.choice(names))
+            kills += 1
+        time.sleep(random.uniform(0.0, 0.8))
+    assert kills >= 3
+    assert run.ends() == 0, run.output
+    assert_sound(run.folder, steps)

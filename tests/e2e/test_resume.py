@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -57,15 +58,25 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def test_a_finished_run_is_not_overwritten_and_can_be_continued_with_more_steps(
+def test_a_finished_run_is_not_overwritten_and_without_its_checkpoints_trained_again_bit_by_bit(
     launch: Callable[..., Launched],
 ) -> None:
-    """A slip of the hand must not cost a night's training; what the end announced holds for the steps planned then."""
+    """The log alone gives the same weights (I7), though the end was announced long ago; then more steps follow."""
     run = launch("steps=3")
     assert run.ends() == 0, run.output
     again = launch("steps=3")
     assert again.ends(30) == 2
     assert "--resume" in again.output
-    resumed = launch("steps=5", resume=True)
-    assert resumed.ends() == 0, resumed.output
+
+    model = run.folder / "model" / "model.safetensors"
+    trained = model.read_bytes()
+    shutil.rmtree(run.folder / "checkpoints")
+    shutil.rmtree(run.folder / "model")
+    replayed = launch("steps=3", resume=True)
+    assert replayed.ends() == 0, replayed.output
+    assert model.read_bytes() == trained
+    assert_sound(run.folder, 3)
+
+    continued = launch("steps=5", resume=True)
+    assert continued.ends() == 0, continued.output
     assert_sound(run.folder, 5)

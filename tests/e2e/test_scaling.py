@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,15 @@ SLOWLY = ("reward.function=task.py:slow_reward", f"steps={STEPS}")  # about a se
 ACTORS = ("trainer", "controller", "rollout-0", "reward-0")
 
 
-def test_a_rollout_worker_joins_and_is_killed_and_nobody_else_notices(launch: Callable[..., Launched]) -> None:
+def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(launch: Callable[..., Launched]) -> None:
     """Elastic: one command adds throughput, losing a node loses nothing, and no other process is started again."""
     run = launch(*SLOWLY, "rollout.slots=8")
     run.until_step(1)
     pids = [run.pid(name) for name in ACTORS]
-    joined = Launched(["up", "rollout", "--run", str(run.folder)], run.folder)
+    joined = Launched(["up", "rollout", "--count", "2", "--run", str(run.folder)], run.folder)
     try:
-        run.until("the new worker's weights", lambda: bool(_events_of_others(run, "rollout", "weights_loaded")))
-        loaded = run.steps_trained
-        run.until_step(loaded + 2)
+        run.until("weights in both", lambda: len(_logs_of_others(run, "rollout", "weights_loaded")) == 2)
+        run.until("samples of both", lambda: len(_workers(run)) == 3)
         live = audited(run.folder)
         assert live.clean, live.to_json()
         os.killpg(joined.process.pid, signal.SIGKILL)
@@ -40,17 +38,18 @@ def test_a_rollout_worker_joins_and_is_killed_and_nobody_else_notices(launch: Ca
     assert [run.pid(name) for name in ACTORS] == pids
     assert run.ends() == 0, run.output
     assert_sound(run.folder, STEPS)
+
+
+def _workers(run: Launched) -> set[str]:
+    """Whose samples stand in the log."""
     (rollouts,) = read_all(run.folder, ROLLOUTS)
-    workers = {rollout.worker for rollout in rollouts if isinstance(rollout, Rollout)}
-    assert len(workers) == 2
-    assert "rollout-0" in workers
+    return {rollout.worker for rollout in rollouts if isinstance(rollout, Rollout)}
 
 
-def _events_of_others(run: Launched, role: str, event: str) -> list[dict[str, Any]]:
-    """What actors of a role that `up` brought have logged."""
-    paths = (run.folder / "logs").glob(f"{role}-*.jsonl")
-    names = [path.stem for path in paths if path.stem not in ACTORS]
-    return [line for name in names for line in run.events(name, event)]
+def _logs_of_others(run: Launched, role: str, event: str) -> set[str]:
+    """Those actors of a role that `up` brought and that have logged an event."""
+    names = {path.stem for path in (run.folder / "logs").glob(f"{role}-*.jsonl")} - set(ACTORS)
+    return {name for name in names if run.events(name, event)}
 
 
 def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(launch: Callable[..., Launched]) -> None:
@@ -61,7 +60,7 @@ def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(la
     try:
         run.until("a standby", lambda: "joined" in standby.output)
         hung = run.kill("controller", signal.SIGSTOP)
-        run.until("the standby's lead", lambda: bool(_events_of_others(run, "controller", "controller_became_active")))
+        run.until("the standby's lead", lambda: bool(_logs_of_others(run, "controller", "controller_became_active")))
         stood_at = run.steps_trained
         run.until_step(stood_at + 2)
         os.kill(hung, signal.SIGCONT)
