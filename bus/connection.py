@@ -83,7 +83,7 @@ class Connection:
         self._name = name
         self._client = Client()
         self._up = asyncio.Event()
-        self._refused: asyncio.Future[None] | None = None
+        self._refused: asyncio.Future[str] | None = None
         self._last_error = ""
         self._inbox = ""
         self._tokens = itertools.count()
@@ -151,9 +151,9 @@ class Connection:
         await self._client.close()
 
     def _raise_unreachable(self) -> None:
-        if "auth" in self._last_error.lower():
+        if self._refused is not None and self._refused.done() and not self._refused.cancelled():
             raise UserError(
-                f"The NATS server at {self.shown_url} refused us: {self._last_error}.",
+                f"The NATS server at {self.shown_url} refused us: {self._refused.result()}.",
                 "Give the user and password in the URL: nats://user:password@host:port.",
             )
         raise UserError(
@@ -286,7 +286,7 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
         if self._refused is not None and not self._refused.done() and "authorization" in text.lower():
-            self._refused.set_result(None)
+            self._refused.set_result(text)
         if text != self._last_error:  # each attempt to reconnect fails alike: say it once
             _log.warning("bus_failed", error=text, server=self.shown_url)
         self._last_error = text

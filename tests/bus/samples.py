@@ -1,12 +1,16 @@
 """Messages, and small ways to read them, that the tests of the bus share."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from bus.jetstream import JetStreamBus
 from bus.port import Bus, Delivery, Entry, Subscription
+from ops.nats_server import NatsServer
 from schemas import Partial, Prompt, Rollout
 
 ACK_WAIT_S = 0.6
@@ -55,3 +59,16 @@ async def fetch_until(subscription: Subscription, count: int, wait_s: float = WA
         while len(out) < count:
             out += await subscription.fetch(100, 0.2)
     return out
+
+
+async def connected(url: str, run: str = "run", ack_wait_s: float = 1.0) -> JetStreamBus:
+    bus = JetStreamBus(run, url, "test")
+    await bus.connect()
+    await bus.setup(ack_wait_s=ack_wait_s)
+    return bus
+
+
+async def kill_and_restart(server: NatsServer, down_s: float = 0.3) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    await asyncio.sleep(down_s)
+    await server.restart()

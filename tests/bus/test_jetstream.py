@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -14,25 +13,14 @@ import msgpack
 import pytest
 
 from bus import table
-from bus.connection import Connection, Incoming
 from bus.jetstream import JetStreamBus, parse_beat
-from bus.port import BusFull, BusUnavailable, Entry, Fenced
+from bus.port import BusFull, BusUnavailable, Entry
 from bus.publish import Window
 from bus.shell import serve
 from bus.table import PROMPTS, ROLLOUT_WORKERS, ROLLOUTS, stream_name
 from ops.nats_server import NatsServer
 from schemas import Message, UserError
-from tests.bus.samples import fetch_until, groups, prompt, rollout, take
-
-ACK_WAIT_S = 1.0
-DOWN_S = 0.3
-
-
-async def connected(url: str, run: str = "run", ack_wait_s: float = ACK_WAIT_S) -> JetStreamBus:
-    bus = JetStreamBus(run, url, "test")
-    await bus.connect()
-    await bus.setup(ack_wait_s=ack_wait_s)
-    return bus
+from tests.bus.samples import connected, fetch_until, groups, kill_and_restart, prompt, rollout, take
 
 
 @pytest.fixture
@@ -40,12 +28,6 @@ async def bus(server: NatsServer) -> AsyncIterator[JetStreamBus]:
     bus = await connected(server.url)
     yield bus
     await bus.close()
-
-
-async def kill_and_restart(server: NatsServer, down_s: float = DOWN_S) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    await asyncio.sleep(down_s)
-    await server.restart()
 
 
 async def test_everything_acknowledged_survives_a_kill_of_the_server(bus: JetStreamBus, server: NatsServer) -> None:
@@ -147,7 +129,7 @@ async def test_whoever_waits_learns_that_the_connection_was_closed(bus: JetStrea
 async def test_workers_lose_nothing_over_kills_of_the_server(bus: JetStreamBus, server: NatsServer) -> None:
     """Fetch, handle, publish and acknowledge, with two kills in between: each prompt ends in exactly one rollout."""
     stop = asyncio.Event()
-    queue = dataclasses.replace(ROLLOUT_WORKERS, ack_wait_s=ACK_WAIT_S)
+    queue = dataclasses.replace(ROLLOUT_WORKERS, ack_wait_s=1.0)
 
     async def handle(message: Message, delivery: Any) -> list[Message]:
         await asyncio.sleep(0.002)
@@ -193,90 +175,6 @@ async def test_a_broken_connection_leaves_no_message_in_a_dead_pull(server: Nats
         await asyncio.gather(*(bus.publish(prompt(group)) for group in range(5)))
         assert sorted(groups(await fetch_until(subscription, 5))) == [0, 1, 2, 3, 4]
     await bus.close()
-
-
-async def test_fenced_messages_stand_once_after_a_kill_in_the_midst(bus: JetStreamBus, server: NatsServer) -> None:
-    """Those stored before the kill, whose acknowledgements were lost, must not fence their own writer."""
-    messages = [prompt(group) for group in range(2000)]
-    writing = asyncio.create_task(bus.publish_fenced(messages, 0))
-    while (await bus.info(PROMPTS)).messages < 100:
-        await asyncio.sleep(0.001)
-    assert not writing.done()
-    await kill_and_restart(server, down_s=0.1)
-    async with asyncio.timeout(20):
-        assert await writing == 2000
-    entries = await take(bus.read(PROMPTS), 2000)
-    assert [entry.sample for entry in entries] == [(group, 0) for group in range(2000)]
-
-
-class _DeafConnection(Connection):
-    """Loses the replies of the first `deaf` publishes, as a connection does that breaks at the wrong moment."""
-
-    deaf = 0
-
-    def _take_reply(self, message: Incoming) -> None:
-        if b'"seq"' in message.data and self.deaf > 0:
-            self.deaf -= 1
-            self._settle(message.subject.rpartition(".")[2], None)
-        else:
-            super()._take_reply(message)
-
-
-async def deaf_bus(url: str, deaf: int, run: str = "run") -> JetStreamBus:
-    bus = JetStreamBus(run, url)
-    connection = _DeafConnection(url)
-    bus._connection = bus._publisher._connection = connection
-    await bus.connect()
-    connection.deaf = deaf
-    return bus
-
-
-@pytest.mark.parametrize("deaf", [1, 2, 3])
-async def test_a_lost_acknowledgement_does_not_fence_its_own_writer(
-    bus: JetStreamBus, server: NatsServer, deaf: int
-) -> None:
-    """Server 2.15 refuses the retry as a wrong sequence, before it looks at the id."""
-    writer = await deaf_bus(server.url, deaf)
-    assert await writer.publish_fenced([prompt(0), prompt(1), prompt(2)], 0) == 3
-    assert await writer.publish_fenced([prompt(3)], 3) == 4
-    assert (await bus.info(PROMPTS)).messages == 4
-    await writer.close()
-
-
-async def test_a_lost_acknowledgement_does_not_lose_a_lease(bus: JetStreamBus, server: NatsServer) -> None:
-    holder = await deaf_bus(server.url, 1)
-    revision = await holder.acquire("controller", "a", 5.0)
-    assert revision is not None
-    holder._connection.deaf = 1  # type: ignore[attr-defined]
-    assert await holder.renew("controller", "a", revision, 5.0) is not None
-    await holder.close()
-
-
-async def test_a_lost_acknowledgement_stores_once(bus: JetStreamBus, server: NatsServer) -> None:
-    writer = await deaf_bus(server.url, 2)
-    ack = await writer.publish(prompt(1))
-    assert (ack.seq, ack.duplicate) == (1, True)
-    assert (await bus.info(PROMPTS)).messages == 1
-    await writer.close()
-
-
-async def test_the_server_checks_the_sequence_before_the_id(bus: JetStreamBus) -> None:
-    """The finding on which `publish_fenced` rests; a server that behaves otherwise needs other code."""
-
-    async def answer(message_id: str, expected: int) -> tuple[int, int, bool]:
-        target = table.subject(bus.run, PROMPTS)
-        headers = {"Nats-Msg-Id": message_id, "Nats-Expected-Last-Sequence": str(expected)}
-        reply = await bus._connection.request(target, b"x", 2.0, headers)
-        assert reply is not None
-        body = json.loads(reply.data)
-        return body.get("seq", 0), body.get("error", {}).get("err_code", 0), body.get("duplicate", False)
-
-    assert await answer("a", 0) == (1, 0, False)
-    assert await answer("a", 0) == (0, 10071, False)  # the retry of what was stored: a wrong sequence
-    assert await answer("b", 1) == (2, 0, False)
-    assert await answer("a", 2) == (1, 0, True)  # the right sequence, an old id: nothing stored, the old place
-    assert await answer("c", 1) == (0, 10071, False)
-    assert await answer("c", 2) == (3, 0, False)  # a refused message does not use up its id
 
 
 async def publish_until_refused(bus: JetStreamBus, make: Callable[[int], Message]) -> None:
@@ -475,14 +373,3 @@ async def test_get_answers_over_a_restart(bus: JetStreamBus, server: NatsServer)
     async with asyncio.timeout(20):
         entries: list[Entry] = await getting
     assert [entry.seq for entry in entries] == list(range(1, 101)) * 20
-
-
-async def test_a_fenced_writer_is_fenced_over_the_restart_of_the_server(bus: JetStreamBus, server: NatsServer) -> None:
-    other = JetStreamBus("run", server.url)
-    await other.connect()
-    await bus.publish_fenced([prompt(0)], 0)
-    await kill_and_restart(server, down_s=0.1)
-    await other.publish_fenced([prompt(1)], 1)
-    with pytest.raises(Fenced):
-        await bus.publish_fenced([prompt(2)], 1)
-    await other.close()
