@@ -106,7 +106,8 @@ class Connection:
         self._refused = loop.create_future()
         trying = loop.create_task(self._connect())
         try:
-            await asyncio.wait({trying, self._refused}, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {trying, self._refused}
+            await asyncio.wait(either, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if trying.done():
                 trying.result()
             else:
