@@ -220,7 +220,12 @@ class JetStreamBus:
         """What waits for the consumer's workers."""
         answer = await self._api(f"CONSUMER.INFO.{stream_name(self.run, consumer.stream)}.{consumer.name}")
         _refuse(answer, f"consumer {consumer.name} of run {self.run}")
-        return ConsumerInfo(int(answer["num_pending"]), int(answer["num_ack_pending"]), int(answer["num_redelivered"]))
+        return ConsumerInfo(
+            pending=int(answer["num_pending"]),
+            ack_pending=int(answer["num_ack_pending"]),
+            redelivered=int(answer["num_redelivered"]),
+            ack_wait_s=answer["config"]["ack_wait"] / 1e9,
+        )
 
     async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
         """Take the lease if it is free; returns its revision."""

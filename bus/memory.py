@@ -347,7 +347,7 @@ class MemoryBus:
         queue = self._queue(consumer)
         pending = sum(seq >= queue.next_seq for seq in queue.log.entries)
         again = sum(given.deliveries > 1 for given in queue.given.values())
-        return ConsumerInfo(pending, len(queue.given), again)
+        return ConsumerInfo(pending, len(queue.given), again, queue.ack_wait_s)
 
     async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
         """Take the lease if it is free; returns its revision."""

@@ -146,11 +146,15 @@ class StreamInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsumerInfo:
-    """A consumer's backlog: `pending` not yet given out, `ack_pending` given out and not settled."""
+    """A consumer's backlog: `pending` not yet given out, `ack_pending` given out and not settled.
+
+    `ack_wait_s` is the wait in force, which `setup` may have set otherwise than the table says.
+    """
 
     pending: int
     ack_pending: int
     redelivered: int
+    ack_wait_s: float
 
 
 class Bus(Protocol):

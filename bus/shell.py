@@ -61,8 +61,7 @@ async def serve(
     gives it out again, and since the ids of the outputs derive from those of the input, storing them twice stores them
     once. In the other order a death in between would lose the outputs for ever.
 
-    While messages are handled, their progress is reported every third of `consumer.ack_wait_s`: pass a consumer with
-    the wait that is in force if `Bus.setup` was told another.
+    While messages are handled, their progress is reported every third of the ack wait in force.
 
     Raises:
         BusUnavailable, BusFull: an output could not be stored. Everything in flight was given back.
@@ -72,6 +71,7 @@ async def serve(
     async with bus.subscribe(consumer) as subscription:
         stopped = asyncio.ensure_future(stop.wait())
         ticking = asyncio.ensure_future(shell.tick())
+        ticking.add_done_callback(shell.tick_ended)
         try:
             while not stop.is_set() and not shell.failed.done():
                 free = room() - len(shell.flights)
@@ -148,10 +148,16 @@ class _Shell:
 
     async def tick(self) -> None:
         """Report progress of all that is in flight, every third of the ack wait, for ever."""
+        ack_wait_s = (await self._bus.backlog(self._consumer)).ack_wait_s
         while True:
-            await asyncio.sleep(self._consumer.ack_wait_s / 3)
+            await asyncio.sleep(ack_wait_s / 3)
             for flight in list(self.flights.values()):
                 await flight.delivery.in_progress()
+
+    def tick_ended(self, ticking: asyncio.Future[None]) -> None:
+        """Without it all that is in flight would be given to others too: that ends the worker."""
+        if not ticking.cancelled() and (error := ticking.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)
 
     async def give_back(self) -> None:
         """Cancel what is in flight and give it to other workers."""

@@ -16,7 +16,7 @@ from schemas import Dropped, MalformedMessage, Message, Prompt
 from tests.bus.samples import partial, prompt, rollout
 
 ACK_WAIT_S = 0.15
-QUEUE = dataclasses.replace(ROLLOUT_WORKERS, ack_wait_s=ACK_WAIT_S)
+QUEUE = ROLLOUT_WORKERS
 
 
 @pytest.fixture
