@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -22,7 +23,7 @@ import structlog
 
 from bus.jetstream import JetStreamBus
 from bus.port import Bus, BusFull
-from bus.table import CONTROL
+from bus.table import CONTROL, PUBLISH_DEADLINE_S
 from ops.recipe import Recipe
 from schemas import Control, UserError
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer"]
 ROLES: tuple[Role, ...] = ("controller", "rollout", "reward", "trainer")
+RECONNECT_S = 0.2
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3  # by SIGTERM, before the run had ended
@@ -133,8 +135,7 @@ async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = N
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     # Ctrl-C reaches the whole process group; the supervisor turns it into an orderly SIGTERM.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    bus = JetStreamBus(spec.run, spec.url, spec.name)
-    await bus.connect()
+    bus = await _connected(spec, stop)
     watcher = asyncio.create_task(_watch_end(bus, recipe, over), name="watches for the end")
     stopping = asyncio.create_task(_follow(stop, over), name="watches for the stop")
     try:
@@ -159,6 +160,22 @@ async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = N
         stopping.cancel()
         await asyncio.gather(watcher, stopping, return_exceptions=True)
         await bus.close()
+
+
+async def _connected(spec: ProcessSpec, stop: asyncio.Event) -> JetStreamBus:
+    """The bus. The launcher has reached the server before, so if it does not answer now, it is being started again."""
+    until_s = time.monotonic() + PUBLISH_DEADLINE_S
+    while True:
+        bus = JetStreamBus(spec.run, spec.url, spec.name)
+        try:
+            await bus.connect()
+        except UserError as error:
+            if stop.is_set() or time.monotonic() > until_s:
+                raise
+            log.warning("server_not_reached", reason=error.message)
+            await asyncio.sleep(RECONNECT_S)
+        else:
+            return bus
 
 
 async def _follow(stop: asyncio.Event, over: asyncio.Event) -> None:
