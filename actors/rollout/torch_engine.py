@@ -9,6 +9,15 @@ What one call does:
 A row is thus always "all tokens but the newest are cached": after a prompt, after a decode step, after an update and
 after a resumption alike, so that tokens are drawn in one place only. The decoder holds the weights, and therefore it
 stamps the version on each token.
+
+Batch invariance (`config.deterministic`). A sum of floating-point numbers depends on its order, and the order in which
+a matrix product or an attention sums depends on the shapes of its operands: the same row gets other last bits in
+another batch. So shapes are made to follow from the config and the row itself. Every decode forward has `slots` rows,
+empty ones among them; every prefill forward holds prompts of one rounded length only, and has a fixed number of rows
+for that length. What is left is the number of positions that a decode step attends to, which is that of the longest
+row: it is rounded up to whole vectors, so that the positions beyond a row's own add zeros to a sum of unchanged order.
+The bits are the same for the same weights, slots and kind of machine, one thread, and samples that were never
+interrupted: a cache that is rebuilt comes from prefill where the first one came from decoding.
 """
 
 import inspect
@@ -38,6 +47,10 @@ from actors.rollout.kv_cache import ATTENTION, SlotCache
 from actors.rollout.load_weights import copy_weights, read_weights
 from actors.rollout.rows import Rows
 from actors.rollout.sampling import I64, sample, uniforms
+
+# Of deterministic decoding: what lengths are rounded up to, and the rows of a prefill forward.
+PADDED_TOKENS = 64
+PADDED_PROMPTS = 8
 
 
 class Decoder:
@@ -148,12 +161,15 @@ class Decoder:
         if rows.count == 0:
             return []
         started = time.perf_counter()
-        positions_N = torch.from_numpy(rows.lengths - 1).to(self._model.device)
-        length = int(rows.lengths.max())
+        length, empty = int(rows.lengths.max()), 0
+        if self.config.deterministic:
+            length, empty = _rounded(length), self.slots - rows.count
+        positions_N = torch.from_numpy(_extended(rows.lengths - 1, empty)).to(self._model.device)
         visible_NL = torch.arange(length, device=positions_N.device) <= positions_N[:, None]
         self._cache.for_decode(positions_N, length)
-        tokens_N1 = torch.from_numpy(rows.last_tokens).to(positions_N.device)[:, None]
+        tokens_N1 = torch.from_numpy(_extended(rows.last_tokens, empty)).to(positions_N.device)[:, None]
         logits_NV = self._forward(tokens_N1, positions_N[:, None], self._additive(visible_NL)[:, None, None])
+        logits_NV = logits_NV[: rows.count]
         tokens_N, logprobs_N = sample(logits_NV, uniforms(rows.keys, rows.answered), *rows.sampling)
         with self._lock:
             finished_N = rows.append(tokens_N, logprobs_N)
@@ -230,7 +246,7 @@ class Decoder:
             for row in range(first, rows.count):
                 sequence = rows.tokens_of(row)[:-1]
                 new = not sequences or not np.array_equal(sequence, sequences[-1])
-                if new and sequences and (len(sequences) + 1) * len(sequence) > self.config.prefill_tokens:
+                if new and sequences and not self._fits(sequences, len(sequence)):
                     break
                 if new:
                     sequences.append(sequence)
@@ -238,17 +254,30 @@ class Decoder:
             self._prefill_forward(first, sequences, np.array(sources, dtype=np.int64))
             first += len(sources)
 
+    def _fits(self, sequences: list[I64], length: int) -> bool:
+        """Whether a sequence of `length`, no shorter than those before it, may join them in a forward."""
+        if self.config.deterministic:
+            return _rounded(length) == _rounded(len(sequences[-1])) and len(sequences) < self._padded_prompts(length)
+        return (len(sequences) + 1) * length <= self.config.prefill_tokens
+
+    def _padded_prompts(self, length: int) -> int:
+        """Rows of a deterministic prefill forward, which follow from the length alone."""
+        return max(1, min(PADDED_PROMPTS, self.config.prefill_tokens // _rounded(length)))
+
     def _prefill_forward(self, first: int, sequences: list[I64], sources: I64) -> None:
-        length = len(sequences[-1])  # the longest: rows are sorted
+        count, length = len(sequences), len(sequences[-1])  # the longest: rows are sorted
         if length == 0:
             return
-        ids_UT = np.zeros((len(sequences), length), dtype=np.int64)
+        if self.config.deterministic:
+            count, length = self._padded_prompts(length), _rounded(length)
+        ids_UT = np.zeros((count, length), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             ids_UT[row, : len(sequence)] = sequence
         device = self._model.device
         positions_1T = torch.arange(length, device=device)[None]
         causal_TT = positions_1T <= positions_1T.T  # padding is on the right, where no real token looks
         self._cache.for_prefill(first, sources)
+        positions_1T = positions_1T.clamp(max=self.max_context - 1)  # padding may reach beyond what the model knows
         self._forward(torch.from_numpy(ids_UT).to(device), positions_1T, self._additive(causal_TT)[None, None])
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -270,6 +299,15 @@ class Decoder:
         return torch.zeros(visible.shape, dtype=self._model.dtype, device=visible.device).masked_fill_(
             ~visible, -torch.inf
         )
+
+
+def _rounded(length: int) -> int:
+    return -(-length // PADDED_TOKENS) * PADDED_TOKENS
+
+
+def _extended(values_N: I64, empty: int) -> I64:
+    """The values, and a zero for each of `empty` rows that nobody runs in."""
+    return np.concatenate([values_N, np.zeros(empty, dtype=np.int64)]) if empty else values_N
 
 
 def _max_context(model: PreTrainedModel) -> int:
