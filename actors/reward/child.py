@@ -30,7 +30,6 @@ from actors.reward.frames import (
     DETAIL_CHARS_MAX,
     REPLY_BYTES_MAX,
     REQUEST_BYTES_MAX,
-    STARTED,
     frame,
     pack,
     read_frame,
@@ -136,10 +135,7 @@ def work(spec: str, base: Path | None, requests: BinaryIO, replies: BinaryIO) ->
         return
     _reply(replies, {"keywords": keywords})
     while (body := read_frame(requests, REQUEST_BYTES_MAX)) is not None:
-        request = unpack(body)
-        replies.write(STARTED)
-        replies.flush()
-        _reply(replies, answer(function, request))
+        _reply(replies, answer(function, unpack(body)))
 
 
 def _reply(replies: BinaryIO, fields: dict[str, Any]) -> None:

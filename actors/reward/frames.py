@@ -45,7 +45,3 @@ def read_frame(stream: BinaryIO, bytes_max: int) -> bytes | None:
         raise ValueError(f"a frame of {length} bytes exceeds the limit of {bytes_max}")
     body = stream.read(length)
     return body if len(body) == length else None
-
-
-STARTED = frame(pack(None))
-"""What the child writes as a call begins, so that the timeout counts from there."""

@@ -79,7 +79,7 @@ class RewardPool:
             except (TypeError, ValueError, OverflowError) as error:
                 verdict = Verdict("error", detail=f"the sample cannot be sent to the reward function: {error}")
             else:
-                verdict = await child.ask(body, config.timeout_s, config.start_timeout_s)
+                verdict = await child.ask(body, config.timeout_s)
             self._idle.append(child)
             child = None
             return verdict
