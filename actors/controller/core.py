@@ -87,6 +87,7 @@ class ControllerCore:
         self._drops: list[Dropped] = drops_of(last_batch) if last_batch else []
         self._read = {name: int(last_batch.marks.get(name, 1)) - 1 if last_batch else 0 for name in MARKS}
         self._seen = _Seen()
+        self._news = True  # something happened since a batch was last looked for
 
     # --- facts
 
@@ -147,6 +148,7 @@ class ControllerCore:
 
     def saw_weights(self, version: int) -> None:
         """The trainer published a version."""
+        self._news = True
         self.newest_version = max(self.newest_version, version)
 
     # --- decisions
@@ -200,13 +202,14 @@ class ControllerCore:
     def _form_batch(self) -> Batch | None:
         step = self.next_step
         # One batch ahead of the trainer: it finds the next one when it is done, and no more grows old in the queue.
-        if step >= self.steps or self.newest_version < step - 1:
+        if not self._news or step >= self.steps or self.newest_version < step - 1:
             return None
         config = self.config
         selection = select(self.live.values(), step, config.batch_groups, config.max_staleness, config.on_stale)
         for group in selection.dead:
             self._end_group(group, "stale")
         if self._drops or not selection.groups:
+            self._news = bool(self._drops)
             return None
         batch = self._batch(step, selection)
         self.next_step += 1
@@ -256,6 +259,7 @@ class ControllerCore:
         """End a complete group that is not worth training."""
         if not group.complete:
             return
+        self._news = True
         if len(group.answers) < group.fewest:
             self._end_group(group, "group_too_small")
         elif self.config.filter == "zero_variance" and group.zero_variance:

@@ -16,21 +16,15 @@ class Answer:
     rollout_seq: int
     reward: float
     segments: Segments
+    length: int = dataclasses.field(init=False)  # tokens in the response
+    oldest: int | None = dataclasses.field(init=False)  # policy version among its tokens; None without tokens
+    newest: int | None = dataclasses.field(init=False)
 
-    @property
-    def length(self) -> int:
-        """Tokens in the response."""
-        return sum(count for _, count in self.segments)
-
-    @property
-    def oldest(self) -> int | None:
-        """The oldest policy version among its tokens; None without tokens."""
-        return min((version for version, _ in self.segments), default=None)
-
-    @property
-    def newest(self) -> int | None:
-        """The newest policy version among its tokens; None without tokens."""
-        return max((version for version, _ in self.segments), default=None)
+    def __post_init__(self) -> None:
+        versions = [version for version, _ in self.segments]
+        object.__setattr__(self, "length", sum(count for _, count in self.segments))
+        object.__setattr__(self, "oldest", min(versions, default=None))
+        object.__setattr__(self, "newest", max(versions, default=None))
 
 
 @dataclasses.dataclass(slots=True)
