@@ -39,6 +39,13 @@ RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name 
 RunTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
 ]
+WarmModel = Annotated[
+    Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
+]
+ReportFile = Annotated[Path | None, typer.Option("--out", help="A file for the table, as Markdown.")]
+BenchDir = Annotated[
+    Path | None, typer.Option("--dir", help="Keep the runs in this new folder; by default they are removed.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")]
 
 
@@ -169,16 +176,44 @@ def evaluate(
 
 
 @bench.command("async")
-def bench_async() -> None:
+def bench_async(
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Of each run with the quick reward.")] = 40,
+    slow_steps: Annotated[int, typer.Option("--slow-steps", min=4, help="Of each run with the slow one.")] = 30,
+    warm: WarmModel = None,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
     """Time the same recipe at staleness bound 0 and 4, with a quick and with a slow reward.
 
     ```
     rollstream bench async
+    rollstream bench async --out docs/bench-async.md
     ```
     """
     from ops import bench as command
 
-    _finish(command.bench_async())
+    _finish(command.bench_async(steps, slow_steps, warm, out, folder))
+
+
+@bench.command("cost")
+def bench_cost(
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Batches, of each contender.")] = 60,
+    warm: WarmModel = None,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
+    """Count the CPU seconds of a batch, all processes together, beside a plain loop and TRL.
+
+    TRL takes part if it is installed: pip install 'rollstream[bench]'
+
+    ```
+    rollstream bench cost
+    rollstream bench cost --steps 80 --out docs/bench-cost.md
+    ```
+    """
+    from ops import bench_cost as command
+
+    _finish(command.bench_cost(steps, warm, out, folder))
 
 
 @app.command()
