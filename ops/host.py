@@ -60,15 +60,20 @@ class ProcessSpec:
         return self.folder / "logs" / f"{self.name}.error.json"
 
     def leave(self, error: UserError) -> None:
-        """Leave the error for whoever started the process."""
-        self.error_file.parent.mkdir(parents=True, exist_ok=True)
-        self.error_file.write_text(json.dumps({"message": error.message, "remedy": error.remedy}))
+        """Leave the error for whoever started the process, if the disk takes it."""
+        with contextlib.suppress(OSError):
+            self.error_file.parent.mkdir(parents=True, exist_ok=True)
+            self.error_file.write_text(json.dumps({"message": error.message, "remedy": error.remedy}))
 
-    def left_error(self) -> UserError | None:
-        """The error that the process left, if any."""
-        if not self.error_file.exists():
-            return None
-        return UserError(**json.loads(self.error_file.read_text()))
+    def left_error(self) -> UserError:
+        """The error of a process that ended with `EXIT_USER_ERROR`."""
+        try:
+            return UserError(**json.loads(self.error_file.read_text()))
+        except (OSError, ValueError):  # a full disk leaves it out, or cut short
+            return UserError(
+                f"{self.name} stopped, and could not write why into {self.error_file.parent}; the disk may be full.",
+                "Free some space and continue with --resume.",
+            )
 
 
 def initial_model(folder: Path) -> Path:
@@ -108,11 +113,14 @@ def as_user_error(error: Exception, folder: Path) -> UserError | None:
         return error
     if isinstance(error, BusFull):
         return UserError(str(error), "Then continue with --resume.")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"The disk of {folder} is full: {error}.",
-            "Free some space, or lower trainer.keep_checkpoints and trainer.keep_versions; continue with --resume.",
-        )
+    cause: BaseException | None = error
+    while cause is not None:  # torch.save answers a full disk with a RuntimeError of its own, raised in handling it
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return UserError(
+                f"The disk of {folder} is full: {cause}.",
+                "Free some space, or lower trainer.keep_checkpoints and trainer.keep_versions; continue with --resume.",
+            )
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -26,7 +26,7 @@ from actors.gauges import cpu_seconds
 from bus.jetstream import JetStreamBus
 from bus.port import Bus
 from bus.table import BATCHES, BEAT_EVERY_S, CONTROL, STEPS, check_run_name
-from ops.host import ProcessSpec, Role, initial_model
+from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.nats_server import NatsServer
 from ops.recipe import Recipe
 from ops.screen import Screen, open_screen
@@ -58,10 +58,17 @@ async def run(recipe: Recipe, folder: Path, resume: bool = False, nats: str | No
     Raises:
         UserError: what is wrong and what to do. Everything that was stored stays; `resume` continues it.
     """
-    from ops.logging import configure
-
     folder = folder.resolve()
     _claim(recipe, folder, resume)
+    try:
+        return await _run(recipe, folder, nats, plain)
+    except OSError as error:  # the launcher writes too, and may be the first to find the disk full
+        raise (as_user_error(error, folder) or error) from error
+
+
+async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> int:
+    from ops.logging import configure
+
     configure(folder / "logs" / "launcher.jsonl", run=folder.name, actor="launcher", console=False)
     view = RunView(
         folder.name, recipe.steps, recipe.controller.max_staleness, recipe.batch_samples, started_s=time.time()

@@ -123,9 +123,9 @@ class Supervisor:
         if status == EXIT_DONE or self.draining:
             child.done = True
             return
-        if status == EXIT_USER_ERROR and (error := child.spec.left_error()):
+        if status == EXIT_USER_ERROR:
             child.done = True
-            raise error
+            raise child.spec.left_error()
         lived_s = time.monotonic() - child.started_s
         child.failures = child.failures + 1 if lived_s < STEADY_S else 1
         how = f"ended with status {status}"
@@ -186,7 +186,7 @@ async def run_once(target: Callable[..., None], args: tuple[object, ...], spec: 
     finally:
         if process.exitcode is None:
             process.kill()
-    if process.exitcode == EXIT_USER_ERROR and (error := spec.left_error()):
-        raise error
+    if process.exitcode == EXIT_USER_ERROR:
+        raise spec.left_error()
     if process.exitcode != 0:
         raise UserError(f"{spec.name} ended with status {process.exitcode}.", f"Its last words are in {output}.")
