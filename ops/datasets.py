@@ -125,12 +125,14 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # decoded one by one, so that a wrong byte is told with its line
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                try:
-                    yield where, json.loads(line)
+                try:  # "-sig": some editors begin a file with a byte order mark
+                    yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{where}: this is no UTF-8: {error}.", "Save the file as UTF-8.") from error
                 except ValueError as error:
                     raise UserError(f"{where}: this is no JSON: {error}.", "Write one JSON object a line.") from error
 

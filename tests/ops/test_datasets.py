@@ -96,6 +96,20 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         load_dataset("data.jsonl", tmp_path)
 
 
+def test_bytes_that_are_no_utf8_are_named_by_line(tmp_path: Path) -> None:
+    """A file saved in another encoding is the user's to mend; starting the controller again would not help."""
+    (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(UserError, match=r"data\.jsonl, line 2: this is no UTF-8"):
+        load_dataset("data.jsonl", tmp_path)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_matter(tmp_path: Path) -> None:
+    """Editors on Windows write both."""
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    data = load_dataset("data.jsonl", tmp_path, shuffle=False)
+    assert [data.row(k)["prompt"] for k in range(2)] == ["a", "b"]
+
+
 def test_a_bad_row_of_a_function_is_named_by_its_draw(tmp_path: Path) -> None:
     """The draw's number is what reproduces it."""
     (tmp_path / "task.py").write_text("def problem(rng): return {'answer': '5'}")
