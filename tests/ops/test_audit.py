@@ -79,8 +79,10 @@ class Log:
         """Take an entry out."""
         self.entries[stream.name] = [entry for entry in self.entries[stream.name] if entry.seq != seq]
 
-    def audit(self, digest: str | None = None) -> Report:
-        auditor = Auditor(lambda _, time_s: Rules(time_s, ETA, B, STEPS_PLANNED), lambda _: digest)
+    def audit(self, digest: str | None = None, planned: tuple[int, ...] = (STEPS_PLANNED,)) -> Report:
+        """`planned` are the steps that the starts of the run asked for, in order; the last serves for all after it."""
+        plans = iter(planned)
+        auditor = Auditor(lambda _, time_s: Rules(time_s, ETA, B, next(plans, planned[-1])), lambda _: digest)
         for stream in READ_ORDER:
             for entry in self.entries[stream.name]:
                 auditor.feed(entry)
@@ -486,3 +488,17 @@ async def test_a_run_folder_is_audited_while_its_server_runs_and_after(
     assert "INVARIANTS ARE BROKEN" in shown
     await server.start(folder)  # the audit has given the folder free
     await server.stop()
+
+
+def test_a_resume_that_asks_for_fewer_steps_than_were_done_breaks_nothing() -> None:
+    """Who stops early resumes with a smaller `steps`, to get the model and the summary; no start asked for more."""
+    log = Log()
+    log.put(Control(action="start", nonce="before"))
+    for entries in whole_run().entries.values():
+        for entry in entries:
+            message = entry.message()
+            ends = isinstance(message, Control) and message.action == "stop"
+            log.put(Control(action="stop", nonce=f"end-{STEPS_PLANNED - 1}") if ends else message)
+    assert broken(log.audit(planned=(STEPS_PLANNED, STEPS_PLANNED - 1))) == {}
+    too_many = broken(log.audit(planned=(STEPS_PLANNED - 1,)))
+    assert any("3 steps done instead of 2" in what for what in too_many["log"])
