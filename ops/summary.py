@@ -86,6 +86,7 @@ def summarise(view: RunView, now_s: float) -> Summary:
     rewards = [point.reward for point in series if point.reward is not None]
     seconds = session[-1].time_s - session[0].time_s if len(session) > 1 else 0.0
     trained = sum(point.tokens for point in session[1:])
+    generated = session[-1].generated - session[0].generated if session else 0
     return Summary(
         run=view.run,
         steps=len(series),
@@ -101,7 +102,7 @@ def summarise(view: RunView, now_s: float) -> Summary:
         staleness_max=max((point.staleness_max for point in series), default=0),
         tokens_generated=view.generated,
         tokens_trained=sum(point.tokens for point in series),
-        generated_per_s=(session[-1].generated - session[0].generated) / seconds if seconds else None,
+        generated_per_s=generated / seconds if seconds and generated else None,  # no beat came between the steps
         trained_per_s=trained / seconds if seconds else None,
         dropped_groups=sum(point.achieved.dropped_groups for point in series if point.achieved),
         actors=[

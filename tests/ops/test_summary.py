@@ -32,6 +32,15 @@ def finished() -> RunView:
     return view
 
 
+def test_a_run_shorter_than_a_beat_has_no_rate_of_generation_rather_than_none_at_all() -> None:
+    """Workers tell their counts once a second; a few quick steps would be said to have generated 0 a second."""
+    view = RunView("short", 2, 4, 128, started_s=START_S)
+    for step in range(2):
+        done = StepDone(step=step, version=step + 1, metrics={"reward_mean": 0.5}, staleness=np.array([75]))
+        view.step_done(done, START_S + 0.1 * step)
+    assert summarise(view, START_S + 1).generated_per_s is None
+
+
 def test_the_summary_tells_rates_costs_and_staleness_of_the_run() -> None:
     """Hand-computed: 11 steps of 2 s lie between the first and the last."""
     summary = summarise(finished(), START_S + 30)
