@@ -319,7 +319,7 @@ class JetStreamBus:
             await asyncio.sleep(RETRY_S * 2**attempt)
         raise UserError(
             f"The NATS server cannot create {what.rpartition('.')[2]} for run {self.run}: {problem}.",
-            "Check its JetStream limits (max_file_store, permissions) and disk space.",
+            "Streams reserve their bounds: set `max_file_store: 1PB` in its `jetstream`; check the disk.",
         )
 
     def _stream_config(self, stream: Stream) -> dict[str, Any]:
