@@ -63,7 +63,9 @@ async def run(recipe: Recipe, folder: Path, resume: bool = False, nats: str | No
     try:
         return await _run(recipe, folder, nats, plain)
     except OSError as error:  # the launcher writes too, and may be the first to find the disk full
-        raise (as_user_error(error, folder) or error) from error
+        if told := as_user_error(error, folder):
+            raise told from error
+        raise
 
 
 async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> int:
