@@ -39,7 +39,7 @@ async def evaluate(recipe: Recipe, model: Path | str) -> Evaluation:
     from actors.rollout.engine import Request, Sampling
     from actors.rollout.threaded import ThreadedEngine
     from actors.rollout.torch_engine import Decoder
-    from ops.datasets import load_dataset
+    from ops.datasets import FileRows, load_dataset
     from ops.text import HfTokenizer
 
     path = str(model)
@@ -70,9 +70,11 @@ async def evaluate(recipe: Recipe, model: Path | str) -> Evaluation:
             )
             return verdict.reward, len(generation.tokens)
 
+        # A file ends; asked for more, it would begin again and count its first rows twice.
+        count = min(recipe.evaluation.count, len(data) if isinstance(data, FileRows) else recipe.evaluation.count)
         results = []
-        for first in range(0, recipe.evaluation.count, ROUND):
-            ks = range(first, min(first + ROUND, recipe.evaluation.count))
+        for first in range(0, count, ROUND):
+            ks = range(first, min(first + ROUND, count))
             results.extend(await asyncio.gather(*(one(k) for k in ks)))
     finally:
         await engine.close()

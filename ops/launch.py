@@ -61,6 +61,12 @@ async def run(recipe: Recipe, folder: Path, resume: bool = False, nats: str | No
     folder = folder.resolve()
     _claim(recipe, folder, resume)
     try:
+        await _check(recipe, folder, nats or recipe.bus.url)
+    except UserError:
+        if not resume:  # nothing was begun, so nothing is to be resumed: the next try is a new run again
+            (folder / "recipe.yaml").unlink(missing_ok=True)
+        raise
+    try:
         return await _run(recipe, folder, nats, plain)
     except OSError as error:  # the launcher writes too, and may be the first to find the disk full
         if told := as_user_error(error, folder):
@@ -79,6 +85,7 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
     with interrupts.caught():
         await _prepared(recipe, folder, interrupts)
         if interrupts.draining.is_set():
+            print(f"stopped before the first step; begin again with: rollstream run RECIPE --resume --dir {folder}")
             return 130
         await _evaluate(recipe, folder, view, 0, initial_model(folder))
         async with _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server):
@@ -180,6 +187,18 @@ def _claim(recipe: Recipe, folder: Path, resume: bool) -> None:
         raise UserError(
             f"The run folder {folder} cannot be written: {error}.", "Give another place with --dir."
         ) from None
+
+
+async def _check(recipe: Recipe, folder: Path, url: str | None) -> None:
+    """The user's files and server, before anything long is begun. Raises `UserError`."""
+    from ops.precheck import main
+
+    if url is not None:
+        bus = JetStreamBus(folder.name, url, "launcher")
+        await bus.connect()
+        await bus.close()
+    spec = ProcessSpec((("controller", "precheck"),), "", "", folder, recipe.to_yaml())
+    await run_once(main, (recipe.to_yaml(), folder), spec, folder / "logs" / "precheck.out")
 
 
 def _at(fields: dict[str, object], key: str) -> object:

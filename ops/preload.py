@@ -10,4 +10,5 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 
 import ops.evaluate
 import ops.host
+import ops.precheck
 import ops.prepare  # noqa: F401

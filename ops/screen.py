@@ -221,9 +221,9 @@ def _flow_panel(view: RunView, now_s: float, width: int) -> Panel:
             cells.append(Text("→", "dim"))
     flow.add_row(*cells)
     generated, trained = view.generated_per_s(), view.trained_per_s()
-    dropped = sum(point.achieved.dropped_groups for point in view.points.values() if point.achieved)
+    dropped = sum(view.dropped.values())
     rates = f"{_number(generated, 0)} tokens/s generated, {_number(trained, 0)} trained"
-    rates += f", {dropped} groups dropped" if dropped else ""
+    rates += f", {dropped} samples dropped" if dropped else ""
     return Panel(flow, title="flow", subtitle=rates, title_align="left", subtitle_align="right", width=width)
 
 

@@ -35,10 +35,10 @@ class ActorSummary:
 class Summary:
     """A run's result. Times in seconds; `evaluations` are (steps done, score).
 
-    `staleness[i]` trained tokens were i versions old. `generated_per_s` and `trained_per_s` run from the first to the
-    last step of this start. `cpu_s` maps the actors that share a process to its CPU seconds, start-up included;
-    `cpu_per_step_s` is what all processes used between the first and the last step, a step: what a longer run would
-    cost. `series` has one value a step under each name.
+    `dropped` samples ended untrained, by reason. `staleness[i]` trained tokens were i versions old. `generated_per_s`
+    and `trained_per_s` run from the first to the last step of this start. `cpu_s` maps the actors that share a process
+    to its CPU seconds, start-up included; `cpu_per_step_s` is what all processes used between the first and the last
+    step, a step: what a longer run would cost. `series` has one value a step under each name.
     """
 
     run: str
@@ -57,7 +57,7 @@ class Summary:
     tokens_trained: int
     generated_per_s: float | None
     trained_per_s: float | None
-    dropped_groups: int
+    dropped: dict[str, int]
     actors: list[ActorSummary]
     cpu_s: dict[str, float]
     cpu_total_s: float
@@ -104,7 +104,7 @@ def summarise(view: RunView, now_s: float) -> Summary:
         tokens_trained=sum(point.tokens for point in series),
         generated_per_s=generated / seconds if seconds and generated else None,  # no beat came between the steps
         trained_per_s=trained / seconds if seconds else None,
-        dropped_groups=sum(point.achieved.dropped_groups for point in series if point.achieved),
+        dropped=view.dropped,
         actors=[
             ActorSummary(actor.actor, actor.role, actor.idle_share_overall, actor.idle_why_mostly)
             for actor in view.by_role()
@@ -190,8 +190,9 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     staleness = f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}, bound {summary.max_staleness}"
     rate = f"{_told(summary.generated_per_s)} tokens/s generated, {_told(summary.trained_per_s)} trained"
     facts += [("staleness", staleness), ("throughput", rate)]
-    if summary.dropped_groups:
-        facts.append(("dropped", f"{summary.dropped_groups} groups"))
+    if summary.dropped:
+        why = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
+        facts.append(("dropped", f"{sum(summary.dropped.values())} samples ({why}); `rollstream audit` has more"))
     cpu = f"{summary.cpu_total_s:.1f} s, start-up included"
     if summary.cpu_per_step_s is not None:
         cpu += f"; {summary.cpu_per_step_s:.2f} s a batch of {summary.batch_samples} samples"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +22,11 @@ ROLES = ("controller", "rollout", "reward", "trainer", "nats", "launcher")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Achieved:
-    """What the samples that ended for a batch achieved: mean reward, mean response length in tokens, groups dropped."""
+    """What the samples that ended for a batch achieved: mean reward, mean length in tokens, drops by reason."""
 
     reward: float
     length: float | None
-    dropped_groups: int
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,10 +152,11 @@ class RunView:
         """Take a batch. With a filter it holds selected groups only: `seen`, over all that ended, is what counts."""
         seen = message.seen
         if seen.get("samples") and "reward" in seen:
-            dropped = sum(int(count) for key, count in seen.items() if key.startswith("dropped_groups/"))
+            drops = {key: int(count) for key, count in seen.items() if key.startswith("dropped/")}
+            dropped = {key.removeprefix("dropped/"): count for key, count in drops.items()}
             achieved = Achieved(seen["reward"], seen.get("response_length"), dropped)
         elif len(message.rewards):
-            achieved = Achieved(float(message.rewards.mean()), None, 0)
+            achieved = Achieved(float(message.rewards.mean()), None)
         else:
             return
         self._achieved[message.step] = achieved
@@ -235,6 +236,15 @@ class RunView:
     def cpu_s(self) -> float:
         """CPU seconds of all processes ever heard of, those that have ended included."""
         return sum(process.cpu_s for process in self.processes.values())
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Samples that ended without being trained, by reason, the most frequent first."""
+        total: Counter[str] = Counter()
+        for point in self.points.values():
+            if point.achieved:
+                total.update(point.achieved.dropped)
+        return dict(total.most_common())
 
     @property
     def staleness(self) -> list[int]:

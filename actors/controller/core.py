@@ -137,6 +137,7 @@ class ControllerCore:
             return
         group.answers.pop(dropped.index, None)
         group.lost.add(dropped.index)
+        self._seen.lose(dropped.reason)
         if dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
             self._end_group(group, dropped.reason)
         else:
@@ -267,11 +268,12 @@ class ControllerCore:
 
     def _end_sample(self, group: Group, index: int, reason: DropReason, tokens: int, detail: str = "") -> None:
         group.lost.add(index)
+        self._seen.lose(reason)
         self._drops.append(Dropped(group_id=group.group_id, index=index, reason=reason, tokens=tokens, detail=detail))
 
     def _end_group(self, group: Group, reason: DropReason) -> None:
         """Drop what is left of a group. Samples still on their way end too; their verdicts will find nobody."""
-        self._seen.count(group, reason)
+        self._seen.count(group)
         for index in range(group.size):
             if index not in group.lost:
                 answer = group.answers.get(index)
@@ -294,14 +296,15 @@ class _Seen:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
         self.zero_variance = 0
-        self.ended: dict[str, int] = {}
+        self.dropped: dict[str, int] = {}  # samples, by reason
 
-    def count(self, group: Group, reason: DropReason | None = None) -> None:
+    def lose(self, reason: DropReason) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def count(self, group: Group) -> None:
         self.rewards.extend(answer.reward for answer in group.answers.values())
         self.lengths.extend(answer.length for answer in group.answers.values())
         self.zero_variance += group.zero_variance
-        if reason is not None:
-            self.ended[reason] = self.ended.get(reason, 0) + 1
 
     def means(self) -> dict[str, float]:
         n = len(self.rewards)
@@ -312,7 +315,7 @@ class _Seen:
             "response_length_max": max(self.lengths, default=0),
             "zero_variance_groups": self.zero_variance,
         }
-        out.update({f"dropped_groups/{reason}": count for reason, count in self.ended.items()})
+        out.update({f"dropped/{reason}": count for reason, count in self.dropped.items()})
         return out
 
 

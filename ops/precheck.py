@@ -1,0 +1,37 @@
+"""What is wrong with the user's own files is said before a minute is spent on a warm start."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from ops.host import EXIT_USER_ERROR, ProcessSpec
+from ops.recipe import Recipe
+from schemas import UserError
+
+
+def check_files(recipe: Recipe) -> None:
+    """Draw a row of the data, held-out data too, and load the reward function. Raises `UserError`."""
+    from actors.reward.pool import RewardPool
+    from ops.datasets import load_dataset
+
+    load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle).row(0)
+    if recipe.data.eval is not None:
+        load_dataset(recipe.data.eval, recipe.base, seed=recipe.seed, shuffle=False, held_out=True).row(0)
+
+    async def load_reward() -> None:
+        pool = RewardPool(recipe.reward, recipe.base)
+        await pool.start()
+        await pool.close()
+
+    asyncio.run(load_reward())
+
+
+def main(recipe_yaml: str, folder: Path) -> None:
+    """`check_files` as the whole of a process: user code has no business in the launcher. Exits with 2 if it fails."""
+    try:
+        check_files(Recipe.from_yaml(recipe_yaml))
+    except UserError as error:
+        ProcessSpec((("controller", "precheck"),), "", "", folder, recipe_yaml).leave(error)
+        sys.exit(EXIT_USER_ERROR)
