@@ -104,9 +104,10 @@ def cost_of_marks(name: str, marks: Marks) -> Cost:
 
 
 async def system_cost(lab: Lab, steps: int) -> Cost:
-    """Run Rollstream, and look at its processes when the first and when the last step is done."""
+    """Run Rollstream, and look at its processes after the first step and after step `steps`."""
 
-    summary, watched = await lab.run("rollstream", (f"steps={steps}",), partial(readings, steps))
+    # One step more than is counted: processes end with the last, and one that is on its way out cannot be read.
+    summary, watched = await lab.run("rollstream", (f"steps={steps + 1}",), partial(readings, steps))
     assert watched is not None
     rewards = [reward for reward in summary.series["reward"] if reward is not None]
     tokens = summary.tokens_trained / summary.steps
@@ -116,7 +117,8 @@ async def system_cost(lab: Lab, steps: int) -> Cost:
 def cost_of_readings(name: str, first: Reading, last: Reading, steps: int, tokens: float, reward: float) -> Cost:
     """What was used between the first step and the last, by kind of process, the largest first."""
     batches = steps - 1
-    used = {part: (last.cpu_s[part] - first.cpu_s.get(part, 0.0)) / batches for part in last.cpu_s}
+    parts = first.cpu_s.keys() | last.cpu_s.keys()
+    used = {part: (last.cpu_s.get(part, 0.0) - first.cpu_s.get(part, 0.0)) / batches for part in parts}
     return Cost(
         name,
         batch_cpu_s=(last.total_s - first.total_s) / batches,
@@ -129,7 +131,7 @@ def cost_of_readings(name: str, first: Reading, last: Reading, steps: int, token
 
 
 async def readings(steps: int, folder: Path, pid: int) -> tuple[Reading, Reading]:
-    """CPU seconds of a run's processes when its first and when its last step is done. `pid` is the launcher's."""
+    """CPU seconds of a run's processes after its first step and after `steps` steps. `pid` is the launcher's."""
     while not (folder / "run.json").exists():
         await asyncio.sleep(LOOK_S)
     where = locate(folder, None, None)
