@@ -1,7 +1,7 @@
 """Starts processes and starts them again when they die.
 
 Children come from a fork server that has imported torch and transformers once: a worker starts in a tenth of a second
-instead of four, shares that memory, and is back as fast after a kill. Each child ends when the launcher does: no orphans.
+instead of four, shares that memory, and is back as fast after a kill. Each child ends with the launcher: no orphans.
 """
 
 from __future__ import annotations
