@@ -46,6 +46,7 @@ class Reward:
 QUICK = Reward("no time")
 # A process is busy with one sample at a time, as with real tests: five batches are under way at η = 4.
 SLOW = Reward("0.2 to 2 s", ("reward.function=ops.slow_reward:reward", "reward.children=256"))
+ONE_WAVE = "rollout.slots=128"  # the whole batch at once: what suits the synchronous run best
 PLAN = ((QUICK, 0), (QUICK, 4), (SLOW, 4), (SLOW, 0), (QUICK, 4), (QUICK, 0))
 
 
@@ -84,7 +85,8 @@ async def bench_async(
 
 async def measure(lab: Lab, name: str, kind: Reward, bound: int, steps: int) -> Timing:
     """One run of so many steps under a staleness bound."""
-    summary, _ = await lab.run(name, (*kind.overrides, f"controller.max_staleness={bound}", f"steps={steps}"))
+    changes = (*kind.overrides, ONE_WAVE, f"controller.max_staleness={bound}", f"steps={steps}")
+    summary, _ = await lab.run(name, changes)
     return steady(summary, kind, bound)
 
 
@@ -112,8 +114,8 @@ def report(timings: Sequence[Timing], steps: int, slow_steps: int, machine: str)
         "",
         f"`rollstream bench async` on {machine}.",
         "",
-        "`recipes/running_total.yaml`: one warm start, batches of 128 samples, the same processes; only the staleness "
-        f"bound η differs. Wall seconds a step over the second half of {steps} steps ({slow_steps} with the slow "
+        f"`recipes/running_total.yaml` with `{ONE_WAVE}`: one warm start, batches of 128 samples, the same processes; only "
+        f"the staleness bound η differs. Wall seconds a step over the second half of {steps} steps ({slow_steps} with the slow "
         "reward), when the pipeline has filled; several runs of a kind are averaged.",
         "",
         f"| a reward takes | η | seconds a step | faster by | staleness | answer tokens | reward, last {LAST_STEPS} |",
