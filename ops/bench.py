@@ -114,9 +114,9 @@ def report(timings: Sequence[Timing], steps: int, slow_steps: int, machine: str)
         "",
         f"`rollstream bench async` on {machine}.",
         "",
-        f"`recipes/running_total.yaml` with `{ONE_WAVE}`: one warm start, batches of 128 samples, the same processes; only "
-        f"the staleness bound η differs. Wall seconds a step over the second half of {steps} steps ({slow_steps} with the slow "
-        "reward), when the pipeline has filled; several runs of a kind are averaged.",
+        f"`recipes/running_total.yaml` with `{ONE_WAVE}`: one warm start, batches of 128 samples, the same processes; "
+        f"only the staleness bound η differs. Wall seconds a step over the second half of {steps} steps ({slow_steps} "
+        "with the slow reward), when the pipeline has filled; several runs of a kind are averaged.",
         "",
         f"| a reward takes | η | seconds a step | faster by | staleness | answer tokens | reward, last {LAST_STEPS} |",
         "|---|--:|--:|--:|--:|--:|--:|",
