@@ -73,6 +73,8 @@ class TrainerConfig(Config):
     adam_eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)  # training steps of linear warm-up
+    decay_steps: int = Field(default=0, ge=0)  # training steps of linear decay to min_lr_ratio · lr; 0: none
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     grad_clip: PositiveFloat = 1.0  # global norm
     micro_batch_tokens: PositiveInt = 8192
     row_tokens: int = Field(default=0, ge=0)  # 0: chosen from the lengths of each batch

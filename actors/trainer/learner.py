@@ -110,6 +110,15 @@ class _Tally:
         }
 
 
+def schedule(step: int, config: TrainerConfig) -> float:
+    """The share of `lr` that step `step` uses: linear warm-up, times linear decay to `min_lr_ratio` if asked for."""
+    warm_up = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.decay_steps == 0:
+        return warm_up
+    done = min(1.0, step / config.decay_steps)
+    return warm_up * (1.0 - (1.0 - config.min_lr_ratio) * done)
+
+
 class Learner:
     """A model, its optimizer, and the training step.
 
@@ -144,7 +153,7 @@ class Learner:
         KL(behaviour ‖ proximal), `prox_kl` k3 of KL(proximal ‖ current); with loss "ppo", where no proximal policy is
         computed, the current weights stand in for it in the former and the behaviour policy in the latter.
         """
-        lr = self.config.lr * min(1.0, (step + 1) / max(1, self.config.warmup_steps))
+        lr = self.config.lr * schedule(step, self.config)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from actors.trainer import checkpoint
 from actors.trainer.advantages import normalise
 from actors.trainer.config import CorrectionConfig, TrainerConfig
-from actors.trainer.learner import Learner, TrainSample
+from actors.trainer.learner import Learner, TrainSample, schedule
 from tests.actors.tiny_models import gpt2, qwen3, samples
 
 CONFIG = TrainerConfig(lr=1e-3, minibatches=2, micro_batch_tokens=128)
@@ -301,3 +301,11 @@ def test_greedy_rollouts_are_refused():
     """They have no distribution to take a ratio of."""
     with pytest.raises(ValueError, match="temperature"):
         Learner(qwen3(), CONFIG, temperature=0.0)
+
+
+def test_the_learning_rate_warms_up_and_decays_linearly_to_its_floor() -> None:
+    """Constant noise at the end of a run would cost the last percent; without decay_steps nothing changes."""
+    constant = TrainerConfig(warmup_steps=4)
+    assert [schedule(step, constant) for step in (0, 1, 3, 100)] == [0.25, 0.5, 1.0, 1.0]
+    decaying = TrainerConfig(warmup_steps=0, decay_steps=10, min_lr_ratio=0.1)
+    assert [schedule(step, decaying) for step in (0, 5, 10, 50)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
