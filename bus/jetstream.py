@@ -29,6 +29,7 @@ from bus.connection import HEADER_BYTES_MAX, Connection, Incoming
 from bus.port import (
     ID_HEADER,
     RUN_HEADER,
+    WRITER_HEADER,
     Ack,
     BusUnavailable,
     ConsumerInfo,
@@ -87,6 +88,7 @@ class JetStreamBus:
         self.run = check_run_name(run)
         self._connection = Connection(url, name)
         self._publisher = Publisher(self._connection)
+        self._writer = uuid.uuid4().hex[:12]
 
     async def connect(self) -> None:
         """Connect. Raises `UserError` with the remedy."""
@@ -119,7 +121,9 @@ class JetStreamBus:
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """Store messages in order directly after `last_seq`, pipelined; returns the new last sequence."""
         end = last_seq + len(messages)
-        left = list(messages)
+        if messages:  # the first alone: a writer that was overtaken must not get the later ones in at the log's end
+            await self._place(messages[0], last_seq + 1)
+        left = list(messages[1:])
         while left:
             left = left[await self._pipeline(left, end - len(left)) :]
             if left:  # the first of them got no good answer: with care, then on behind what stands already
@@ -143,12 +147,23 @@ class JetStreamBus:
         stream = STREAM_OF[type(messages[0])]
         count = min(len(messages), (await self.info(stream)).last_seq - last_seq)
         entries = await self.get(stream, range(last_seq + 1, last_seq + 1 + count))
-        same = [entry.id == message.id for entry, message in zip(entries, messages, strict=False)]
+        same = [self._is_ours(entry, message) for entry, message in zip(entries, messages, strict=False)]
         return same.index(False) if False in same else len(same)
 
     def _fenced(self, message: Message, place: int) -> tuple[str, bytes, dict[str, str]]:
         target = subject(self.run, STREAM_OF[type(message)], key_of(message))
-        return target, encode(message), {**headers_of(self.run, message), EXPECTED_SEQ_HEADER: str(place - 1)}
+        return (
+            target,
+            encode(message),
+            {
+                **headers_of(self.run, message),
+                WRITER_HEADER: self._writer,
+                EXPECTED_SEQ_HEADER: str(place - 1),
+            },
+        )
+
+    def _is_ours(self, entry: Entry, message: Message) -> bool:
+        return entry.id == message.id and entry.writer == self._writer
 
     async def _place(self, message: Message, place: int) -> None:
         stream = STREAM_OF[type(message)]
@@ -156,9 +171,9 @@ class JetStreamBus:
             ack = await self._publisher.store(stream_name(self.run, stream), *self._fenced(message, place))
         except WrongSequence as error:
             there = await self._leader_get(stream, {"seq": place})
-            if there is not None and there.id == message.id:
+            if there is not None and self._is_ours(there, message):
                 return
-            found = f"holds {there.id!r}" if there else "is not the next"
+            found = f"holds {there.id!r} of another writer" if there else "is not the next"
             raise Fenced(f"{stream.name}: place {place} of {message.id!r} {found} ({error})") from None
         if ack.seq != place:
             raise Fenced(f"{stream.name}: {message.id!r} stands at {ack.seq} already, not at {place}")

@@ -16,6 +16,7 @@ from typing import Any, Self
 from bus.port import (
     ID_HEADER,
     RUN_HEADER,
+    WRITER_HEADER,
     Ack,
     BusFull,
     BusUnavailable,
@@ -254,6 +255,7 @@ class MemoryHub:
 
     def __init__(self) -> None:
         self.runs: dict[str, _Run] = {}
+        self.writers = 0  # clients so far
         self.listeners: dict[str, list[asyncio.Queue[dict[str, Any]]]] = defaultdict(list)
 
 
@@ -263,6 +265,8 @@ class MemoryBus:
     def __init__(self, run: str, hub: MemoryHub) -> None:
         self.run = check_run_name(run)
         self._hub = hub
+        hub.writers += 1
+        self._writer = f"writer-{hub.writers}"
 
     async def connect(self) -> None:
         """Nothing to connect to."""
@@ -293,7 +297,7 @@ class MemoryBus:
                 ack = self._store(message, expected=place - 1)
             except Fenced:
                 there = log.entries.get(place)
-                if there is None or there.id != message.id:
+                if there is None or there.id != message.id or there.writer != self._writer:
                     raise
             else:
                 if ack.seq != place:
@@ -399,7 +403,10 @@ class MemoryBus:
 
     def _store(self, message: Message, expected: int | None = None) -> Ack:
         log = self._log(STREAM_OF[type(message)])
-        ack = log.store(key_of(message), encode(message), headers_of(self.run, message), expected)
+        headers = headers_of(self.run, message)
+        if expected is not None:
+            headers[WRITER_HEADER] = self._writer
+        ack = log.store(key_of(message), encode(message), headers, expected)
         for queue in self._state().queues.values():
             if queue.log is log:
                 queue.changed.notify()

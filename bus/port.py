@@ -17,6 +17,7 @@ from schemas.messages import parse_pair
 
 ID_HEADER = "Nats-Msg-Id"
 RUN_HEADER = "Rs-Run"
+WRITER_HEADER = "Rs-Writer"  # of fenced messages: which connection wrote it
 VERSIONS_HEADER = "Rs-Versions"  # "<oldest>-<newest>" policy version, absent if the message has none
 REASON_HEADER = "Rs-Reason"  # of dead letters, as are the next three: where the entry stood, and its id there
 FROM_HEADER = "Rs-From"
@@ -60,6 +61,11 @@ class Entry:
     def id(self) -> str:
         """The message's id."""
         return self.headers.get(ID_HEADER, "")
+
+    @property
+    def writer(self) -> str:
+        """The connection that wrote it, of fenced messages."""
+        return self.headers.get(WRITER_HEADER, "")
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -185,7 +191,9 @@ class Bus(Protocol):
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """Store messages, all of one stream, in order directly after `last_seq`; returns the new last sequence.
 
-        Pipelined. A message that already stands at its place (by id) counts as stored, so a retry is safe.
+        Pipelined. A message that already stands at its place counts as stored if this very connection wrote it, so a
+        retry is safe. Ids are not enough: two controllers that decide alike write the same ids, and each would take
+        the other's messages for its own.
 
         Raises:
             Fenced: something else stands there.

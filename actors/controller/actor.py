@@ -205,6 +205,8 @@ class Controller:
                 pass
 
     async def _publish_decisions(self, core: ControllerCore) -> None:
+        if core.overtaken:
+            raise Fenced("another controller admitted a group that this one does not know")
         while decision := core.decide():
             await self._publish(core, decision)
 

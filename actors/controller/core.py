@@ -80,6 +80,7 @@ class ControllerCore:
         self.next_group = last_batch.next_group if last_batch else 0
         self.live: dict[int, Group] = {}
         self.dropped_groups = 0
+        self.overtaken = False  # a group was admitted that we know nothing of: fold anew before deciding anything
         self.paused = False
         self.unbegun_prompts = 0  # in the queue, taken by no worker: the actor looks now and then
         self._may_be_live = set(last_batch.live_groups.tolist()) if last_batch else set()
@@ -106,6 +107,7 @@ class ControllerCore:
     def saw_scored(self, seq: int, scored: Scored) -> None:
         """A verdict. Those on samples that have ended or are known are dropped: redeliveries beyond the window."""
         self._read["scored"] = max(self._read["scored"], seq)
+        self._know(scored.group_id)
         group = self.live.get(scored.group_id)
         if group is None or scored.index in group.answers or scored.index in group.lost:
             return
@@ -128,6 +130,7 @@ class ControllerCore:
     def saw_dropped(self, seq: int, dropped: Dropped) -> None:
         """Somebody ended a sample: a worker that could not handle it, or we."""
         self._read["dropped"] = max(self._read["dropped"], seq)
+        self._know(dropped.group_id)
         group = self.live.get(dropped.group_id)
         if group is None:
             return
@@ -142,6 +145,10 @@ class ControllerCore:
             self._end_group(group, dropped.reason)
         else:
             self._settle(group)
+
+    def _know(self, group_id: int) -> None:
+        if group_id >= self.next_group:
+            self.overtaken = True
 
     def saw_own_prompts(self, last_seq: int) -> None:
         """Our admissions stand in the log up to `last_seq`."""

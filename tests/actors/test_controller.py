@@ -354,3 +354,14 @@ def test_more_prompts_are_no_help_to_a_trainer_that_waits_for_busy_workers() -> 
     assert core.pace.limit == 16
     core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=9)
     assert core.pace.limit == 15
+
+
+def test_a_verdict_on_a_group_of_another_controller_says_that_this_one_was_overtaken() -> None:
+    """Ignored, it would lie before the marks of the next batch, and nobody would ever count it."""
+    core = ControllerCore(config(), STEPS)
+    core.saw_weights(0)
+    core.decide()
+    core.saw_scored(1, scored(0, 0, 1.0, [(0, 1)]))
+    assert not core.overtaken
+    core.saw_scored(2, scored(core.next_group, 0, 1.0, [(0, 1)]))
+    assert core.overtaken

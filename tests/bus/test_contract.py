@@ -96,6 +96,18 @@ async def test_the_second_of_two_writers_is_fenced(bus: Bus, new_client: NewClie
     assert (await bus.info(PROMPTS)).messages == 3
 
 
+async def test_a_writer_that_decides_alike_is_fenced_too(bus: Bus, new_client: NewClient) -> None:
+    """A controller that slept wakes up and admits the very group that its successor admitted: the same ids."""
+    other = await new_client()
+    await bus.publish_fenced([prompt(0)], 0)
+    await other.publish_fenced([prompt(1), prompt(2)], 1)
+    with pytest.raises(Fenced):
+        await bus.publish_fenced([prompt(1), prompt(2)], 1)
+    with pytest.raises(Fenced):
+        await bus.publish_fenced([prompt(1), prompt(2), prompt(3)], 1)
+    assert (await bus.info(PROMPTS)).last_seq == 3
+
+
 async def test_a_fenced_message_that_stands_elsewhere_is_no_success(bus: Bus) -> None:
     """The broker calls it a duplicate and stores nothing at the expected place."""
     await bus.publish_fenced([prompt(0), prompt(1)], 0)
