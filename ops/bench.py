@@ -33,6 +33,8 @@ BOUNDS = (0, 4)  # η: synchronous, and the recipe's
 LAST_STEPS = 5
 WATCH_TIMEOUT_S = 10.0
 OUTPUT_TAIL_LINES = 15
+LOOK_S = 1.0
+BUSY = 0.1  # a share of the machine beyond which times are not worth much
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,14 +225,14 @@ async def command(
 
 
 def describe_machine() -> str:
-    """Cores, processor, system, torch, and how busy the machine is already."""
+    """Cores, processor, system, torch, and how busy the machine is already: it takes a second to look."""
     from importlib.metadata import version
 
-    load = os.getloadavg()[0]
-    cores = psutil.cpu_count() or 1
-    if load > cores / 2:
-        say(f"this machine is busy (load {load:.1f} on {cores} cores): the times below say little")
-    return f"{cores} cores ({_processor()}), {platform.system()}, torch {version('torch')}, load {load:.1f} before"
+    busy = psutil.cpu_percent(interval=LOOK_S) / 100
+    if busy > BUSY:
+        say(f"this machine is {busy:.0%} busy with something else: the times below say little")
+    cores = f"{psutil.cpu_count()} cores ({_processor()})"
+    return f"{cores}, {platform.system()}, torch {version('torch')}, {busy:.0%} busy before"
 
 
 def _processor() -> str:

@@ -50,7 +50,7 @@ def plain(recipe: Recipe, model: Path, folder: Path) -> Marks:
 
 
 def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
-    """TRL's GRPOTrainer with the recipe's data, reward, batch, learning rate and clip. Reads no network.
+    """TRL's GRPOTrainer with the recipe's data, reward, batch, optimizer, learning rate and clip. Reads no network.
 
     TRL counts optimizer steps where we count batches; loss "dapo" divides by the batch's tokens, as ours does.
     """
@@ -58,6 +58,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     from actors.reward.child import load
+    from actors.trainer.learner import schedule
     from ops.datasets import load_dataset
 
     library: Any = importlib.import_module("trl")  # optional, and not typed
@@ -107,21 +108,21 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
         scale_rewards="group",
         beta=0.0,
         epsilon=trainer.clip,
-        learning_rate=trainer.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=trainer.warmup_steps * trainer.minibatches,
-        adam_beta1=trainer.betas[0],
-        adam_beta2=trainer.betas[1],
-        weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.grad_clip,
     )
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), trainer.lr, trainer.betas, weight_decay=trainer.weight_decay, fused=True
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step // trainer.minibatches, trainer))
     grpo = library.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=policy,
         reward_funcs=reward,
         args=config,
         train_dataset=datasets.Dataset.from_list([{"prompt": row["prompt"], "row": k} for k, row in enumerate(rows)]),
         processing_class=tokenizer,
         callbacks=[Watch()],
+        optimizers=(optimizer, rate),
     )
     grpo.remove_callback(PrinterCallback)
     grpo.train()
