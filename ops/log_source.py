@@ -1,0 +1,177 @@
+"""One way to read a run's log to its end, be it a run that goes on, one that has ended, or a recording."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from bus.jetstream import JetStreamBus
+from bus.port import Bus, Entry, StreamInfo
+from bus.table import CONTROL, Stream
+from ops.folders import find_folder
+from ops.host import initial_model
+from ops.launch import locate
+from ops.nats_server import NatsServer, url_of
+from ops.recording.cut import Cut, cut_of
+from schemas import Control, MalformedMessage, UserError
+
+SILENCE_S = 30.0  # an entry that is there and does not come for so long never will
+
+
+class LogSource(Protocol):
+    """A run's log as it is now, to be read and not to be written.
+
+    `recipe_yaml` is the recipe of the newest start; empty if the log holds none. `damage` says in sentences what of it
+    cannot be read, as far as it was read or looked for; empty when whole.
+    """
+
+    run: str
+    recipe_yaml: str
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """What is wrong with it; empty when whole. Grows while damaged parts are read, which are left out."""
+
+    async def cut(self) -> Cut:
+        """Up to where the streams are consistent with each other."""
+
+    async def info(self, stream: Stream) -> StreamInfo:
+        """What the stream holds."""
+
+    def read(self, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
+        """The entries with `start <= seq < stop` that are there now, in order; then it ends."""
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The entries at these sequences, in this order. Raises `LookupError` if one is not there."""
+
+
+class RunLog:
+    """The log of a run folder, on a connected bus; see `LogSource`."""
+
+    damage: tuple[str, ...] = ()
+
+    def __init__(self, bus: Bus, folder: Path, recipe_yaml: str) -> None:
+        self.run = bus.run
+        self.folder = folder
+        self.recipe_yaml = recipe_yaml
+        self._bus = bus
+
+    async def cut(self) -> Cut:
+        """Up to where the streams are consistent with each other."""
+        return await cut_of(self._bus)
+
+    async def info(self, stream: Stream) -> StreamInfo:
+        """What the stream holds."""
+        return await self._bus.info(stream)
+
+    def read(self, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
+        """The entries with `start <= seq < stop` that are there now, in order."""
+        return read_to_end(self._bus, stream, start, stop)
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The entries at these sequences, in this order."""
+        return await self._bus.get(stream, seqs)
+
+
+@contextlib.asynccontextmanager
+async def open_log(target: str | None) -> AsyncIterator[LogSource]:
+    """The log that a person means: a run's folder or name, by default the newest.
+
+    The server of a run that has ended is started on its store for as long as the log is open.
+
+    Raises:
+        UserError: there is no such run, or it cannot be read.
+    """
+    folder = find_folder(target)
+    where = locate(folder, None, None)
+    async with server_of(folder, where.url) as url:
+        bus = JetStreamBus(where.run, url, "reader")
+        await bus.connect()
+        try:
+            if not await bus.exists():
+                raise UserError(f"The server holds no run {where.run}.", "Was it purged? Then nothing can be read.")
+            yield RunLog(bus, folder, await newest_recipe(read_to_end(bus, CONTROL)))
+        finally:
+            await bus.close()
+
+
+def initial_model_of(source: LogSource, folder: Path) -> Path:
+    """The folder of version 0 (config, tokenizer, weights): the run's own, or that of a recording put into `folder`.
+
+    Raises:
+        UserError: there is none.
+    """
+    assert isinstance(source, RunLog)
+    path = initial_model(source.folder)
+    if not path.is_dir():
+        raise UserError(f"The run in {source.folder} has no initial model: {path} is not there.", "Was it deleted?")
+    return path
+
+
+async def newest_recipe(controls: AsyncIterator[Entry]) -> str:
+    """The recipe of the newest start; empty if there is none."""
+    recipe = ""
+    async for entry in controls:
+        with contextlib.suppress(MalformedMessage):
+            message = entry.message()
+            if isinstance(message, Control) and message.action == "start":
+                recipe = message.recipe
+    return recipe
+
+
+async def read_to_end(bus: Bus, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
+    """The entries of a bus with `start <= seq < stop` that are there now.
+
+    Raises:
+        UserError: one that is there does not come within `SILENCE_S`.
+    """
+    info = await bus.info(stream)
+    last = info.last_seq if stop is None else min(info.last_seq, stop - 1)
+    if not info.messages or start > last:
+        return
+    entries = aiter(bus.read(stream, start))
+    try:
+        while True:
+            async with asyncio.timeout(SILENCE_S):
+                entry = await anext(entries)
+            if entry.seq <= last:
+                yield entry
+            if entry.seq >= last:  # the newest of a key may have been replaced by a later one meanwhile
+                return
+    except TimeoutError:
+        raise UserError(
+            f"The {stream.name} of run {bus.run} cannot be read to their end, {last}: nothing comes any more.",
+            "Is the server overloaded? Try again.",
+        ) from None
+    finally:
+        await entries.aclose()  # type: ignore[attr-defined]
+
+
+@contextlib.asynccontextmanager
+async def server_of(folder: Path, url: str) -> AsyncIterator[str]:
+    """The URL of a server that holds the run: the one that runs, or one of our own on the run's store."""
+    own = url_of(folder)
+    if own is None:
+        yield url
+    elif await asyncio.to_thread(_answers, own):
+        yield own
+    else:
+        server = NatsServer()
+        try:
+            yield await server.start(folder)
+        finally:
+            await server.stop()
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

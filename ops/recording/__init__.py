@@ -1,0 +1,1 @@
+"""Recordings: a run's whole log, its recipe and its initial model in one portable file."""

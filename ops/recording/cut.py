@@ -1,0 +1,35 @@
+"""Where a log that still grows is cut, so that what was read of it is consistent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from bus.port import StreamInfo
+from bus.table import BATCHES, CONTROL, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
+
+# What refers is measured before what it refers to, which can only have grown meanwhile. Drops come after the prompts
+# that are held to the gate, and before those that they may end.
+CUT_ORDER: Final = (STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD)
+
+
+class Measured(Protocol):
+    """What tells how long its streams are."""
+
+    async def info(self, stream: Stream) -> StreamInfo:
+        """What the stream holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How far each stream, by name, belongs to it. Prompts up to `gated_seq` are held to I6 (see `ops.invariants`)."""
+
+    gated_seq: int
+    streams: Mapping[str, StreamInfo]
+
+
+async def cut_of(log: Measured) -> Cut:
+    """A consistent cut of a log, now."""
+    gated_seq = (await log.info(PROMPTS)).last_seq
+    return Cut(gated_seq, {stream.name: await log.info(stream) for stream in CUT_ORDER})
