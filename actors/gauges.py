@@ -7,24 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from actors import clock
 from bus.port import Bus
 from bus.table import BEAT_EVERY_S
-
-
-def cpu_seconds() -> float:
-    """CPU seconds, user and system, of this process and of its children that have ended."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    return total
 
 
 class Gauges:
@@ -38,20 +26,20 @@ class Gauges:
         self.state = "starting"
         self._waits: dict[str, float] = {}  # seconds since the last beat, by cause
         self._open: tuple[str, float] | None = None
-        self._beat_at = time.monotonic()
+        self._beat_at = clock.monotonic_s()
         self.idle_s = 0.0
-        self.started_at = time.monotonic()
+        self.started_at = clock.monotonic_s()
         self.span_s = BEAT_EVERY_S  # that the last beat covered
 
     def pause(self, why: str) -> None:
         """From now on it has nothing to do, for this reason."""
         self.resume()
-        self._open = (why, time.monotonic())
+        self._open = (why, clock.monotonic_s())
         self.state = f"waiting for {why}"
 
     def resume(self) -> None:
         """It has something to do again."""
-        self._close(time.monotonic())
+        self._close(clock.monotonic_s())
         self._open = None
         self.state = "working"
 
@@ -74,11 +62,11 @@ class Gauges:
     @property
     def alive_s(self) -> float:
         """Seconds since it was made."""
-        return time.monotonic() - self.started_at
+        return clock.monotonic_s() - self.started_at
 
     def beat_now(self) -> dict[str, Any]:
         """The gauges since the last beat."""
-        now = time.monotonic()
+        now = clock.monotonic_s()
         self._close(now)
         span = self.span_s = max(1e-9, now - self._beat_at)
         self._beat_at = now
@@ -88,8 +76,8 @@ class Gauges:
         return {
             "actor": self.actor,
             "role": self.role,
-            "process": f"{socket.gethostname()}:{os.getpid()}",
-            "cpu_s": round(cpu_seconds(), 3),
+            "process": clock.process(),
+            "cpu_s": round(clock.cpu_s(), 3),
             "state": self.state,
             "idle_share": round(min(1.0, idle / span), 3),
             "idle_why": why,

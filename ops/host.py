@@ -255,6 +255,7 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         from transformers import AutoModelForCausalLM
 
         from actors.trainer.actor import Trainer
+        from actors.trainer.checkpoint import Checkpoints
         from actors.trainer.learner import Learner
         from bus.weights import WeightStore
         from ops.text import HfTokenizer
@@ -273,7 +274,8 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
                 for key, value in model.state_dict().items()
             }
 
-        def export(folder: Path) -> None:
+        def export() -> None:
+            folder = spec.folder / "model"
             aside = folder.with_name(f".{folder.name}-{os.getpid()}")
             model.save_pretrained(aside)
             HfTokenizer(path).save(aside)
@@ -287,7 +289,7 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             tensors,
             export,
             WeightStore(weights_folder(spec.folder)),
-            spec.folder,
+            Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
             name,
         )
 

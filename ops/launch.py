@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import structlog
 
-from actors.gauges import cpu_seconds
+from actors import clock
 from bus.jetstream import JetStreamBus
 from bus.port import Bus
 from bus.table import BATCHES, BEAT_EVERY_S, CONTROL, STEPS, check_run_name
@@ -447,7 +447,7 @@ async def _feed_own(view: RunView, server: NatsServer | None) -> None:
     me = psutil.Process()
     while True:
         now = time.time()
-        view.beat({"actor": "launcher", "role": "launcher", "process": "launcher", "cpu_s": cpu_seconds()}, now)
+        view.beat({"actor": "launcher", "role": "launcher", "process": "launcher", "cpu_s": clock.cpu_s()}, now)
         if server is not None:
             beat = {"actor": "nats-server", "role": "nats", "process": "nats-server", "cpu_s": server.cpu_seconds()}
             view.beat(beat, now)

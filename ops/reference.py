@@ -33,7 +33,7 @@ from schemas import sample_id
 if TYPE_CHECKING:
     from actors.rollout.engine import Generation, Request, Sampling
     from actors.rollout.torch_engine import Decoder
-    from actors.trainer.learner import TrainSample
+    from actors.trainer.samples import TrainSample
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class _Sampler:
         ]
 
     def _scored(self, group: int, index: int, row: Mapping[str, Any], generation: Generation) -> TrainSample:
-        from actors.trainer.learner import TrainSample
+        from actors.trainer.samples import TrainSample
 
         assert generation.finish is not None
         task = dict(row)

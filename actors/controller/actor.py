@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
+from actors import clock
 from actors.controller.config import ControllerConfig
 from actors.controller.core import ControllerCore, Decision
 from actors.gauges import Gauges
@@ -66,7 +66,7 @@ class Controller:
         """Stand by, become active, lead the run to its end or until `stop`."""
         async with self.gauges.beating():
             while not stop.is_set():
-                holder = f"{self.name}/{os.getpid()}"
+                holder = f"{self.name}/{clock.process()}"
                 revision = await self.bus.acquire("controller", holder, LEASE_S)
                 if revision is None:
                     with self.gauges.waiting("the active controller to fail (standby)"):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from actors.gauges import Gauges
 from actors.reward.config import RewardConfig
-from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, serve
@@ -22,10 +21,23 @@ from schemas import Message, Rollout, Scored, UserError
 FAILURES_MAX = 8  # samples in a row without a score, before the function as a whole is held to be broken
 
 
+class PoolPort(Protocol):
+    """What scores; `actors.reward.pool.RewardPool` is it."""
+
+    async def start(self) -> None:
+        """Begin to serve."""
+
+    async def score(self, request: RewardRequest) -> Verdict:
+        """Score one sample; every failure is a verdict."""
+
+    async def close(self) -> None:
+        """End, with whatever is being scored."""
+
+
 class RewardWorker:
     """Scores rollouts with a pool of killable processes."""
 
-    def __init__(self, bus: Bus, config: RewardConfig, pool: RewardPool, name: str) -> None:
+    def __init__(self, bus: Bus, config: RewardConfig, pool: PoolPort, name: str) -> None:
         self.bus = bus
         self.config = config
         self.pool = pool

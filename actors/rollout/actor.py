@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import structlog
 
+from actors import clock
 from actors.gauges import Gauges
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import Engine, EngineError, Generation, Request, Sampling, WeightsError
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, Rejected, Retry, serve
 from bus.table import PARTIALS, ROLLOUT_WORKERS, WEIGHTS
-from bus.weights import WeightFile, WeightsMissing, WeightStore
+from bus.weights import WeightFile, WeightsMissing
 from schemas import Message, Partial, Prompt, Rollout, WeightVersion, parse_sample_id
 
 log = structlog.get_logger()
@@ -42,6 +43,13 @@ class Tokenizer(Protocol):
         """The text of an answer, without special tokens."""
 
 
+class StorePort(Protocol):
+    """Where weights' bytes lie; `bus.weights.WeightStore` is it."""
+
+    def verify(self, weight_file: WeightFile) -> Path:
+        """The path of the file, after its bytes were checked. Raises `bus.weights.WeightsError`."""
+
+
 class RolloutWorker:
     """Serves prompts with one engine. `store` is where weight versions lie."""
 
@@ -52,7 +60,7 @@ class RolloutWorker:
         engine: Engine,
         tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
-        store: WeightStore,
+        store: StorePort,
         name: str,
     ) -> None:
         self.bus = bus
@@ -109,7 +117,7 @@ class RolloutWorker:
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
         assert isinstance(message, Prompt)
-        arrived = time.monotonic()
+        arrived = clock.monotonic_s()
         await self._have_version(message.min_version)
         resumed = await self._partial(message) if delivery.deliveries > 1 else None
         try:
@@ -140,7 +148,7 @@ class RolloutWorker:
                 finish=generation.finish,
                 text=self.decode(generation.tokens),
                 worker=self.name,
-                seconds=time.monotonic() - arrived,
+                seconds=clock.monotonic_s() - arrived,
                 resumed=delivery.deliveries - 1 if resumed else 0,
             )
         ]

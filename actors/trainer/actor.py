@@ -10,24 +10,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import structlog
 
-from actors.gauges import Gauges, cpu_seconds
-from actors.trainer import checkpoint
+from actors import clock
+from actors.gauges import Gauges
 from actors.trainer.config import TrainerConfig
-from actors.trainer.learner import TrainSample
+from actors.trainer.samples import TrainSample
 from bus.port import Bus, Entry, Fenced
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
-from bus.weights import WeightFile, WeightStore
+from bus.weights import WeightFile
 from schemas import Batch, Rollout, Segments, StepDone, UserError, WeightVersion
 
 log = structlog.get_logger()
+
+
+class CheckpointsPort(Protocol):
+    """Where checkpoints lie; `actors.trainer.checkpoint.Checkpoints` is it."""
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step`, whole or not at all, and remove old ones."""
+
+    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and state of the newest checkpoint that is whole; None if there is none."""
+
+
+class StorePort(Protocol):
+    """Where weights' bytes go; `bus.weights.WeightStore` is it."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightFile:
+        """Write `tensors` as `version`, durably and atomically; returns what to announce."""
+
+    def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
+        """Delete the versions below `keep_from_version` that are not in `keep`; returns them."""
 
 
 class LearnerPort(Protocol):
@@ -58,7 +76,7 @@ class Loaded:
 class Trainer:
     """Trains batch after batch with `learner` and publishes what comes of it.
 
-    `tensors()` are the weights to publish, `export(folder)` writes the final model for `from_pretrained`.
+    `tensors()` are the weights to publish, `export()` writes the final model.
     """
 
     def __init__(
@@ -68,9 +86,9 @@ class Trainer:
         steps: int,
         learner: LearnerPort,
         tensors: Callable[[], Mapping[str, Any]],
-        export: Callable[[Path], None],
-        store: WeightStore,
-        folder: Path,
+        export: Callable[[], None],
+        store: StorePort,
+        checkpoints: CheckpointsPort,
         name: str = "trainer",
     ) -> None:
         self.bus = bus
@@ -80,8 +98,7 @@ class Trainer:
         self.tensors = tensors
         self.export = export
         self.store = store
-        self.checkpoints = folder / "checkpoints"
-        self.model_folder = folder / "model"
+        self.checkpoints = checkpoints
         self.version = 0
         self._tokens_trained = 0
         self._saved_version = -1
@@ -95,7 +112,7 @@ class Trainer:
             loader = asyncio.create_task(self._load_ahead(queue := asyncio.Queue[Loaded](1)), name="trainer loads")
             try:
                 while self.version < self.steps and not stop.is_set():
-                    started, waited_before = time.monotonic(), self.gauges.idle_s
+                    started, waited_before = clock.monotonic_s(), self.gauges.idle_s
                     loaded = await self._next(queue, loader, stop)
                     if loaded is None:
                         break
@@ -105,10 +122,10 @@ class Trainer:
                 await asyncio.gather(loader, return_exceptions=True)
             await self._save()
             if self.version >= self.steps:
-                await asyncio.to_thread(self.export, self.model_folder)
+                await asyncio.to_thread(self.export)
 
     async def _restore(self) -> None:
-        newest = await asyncio.to_thread(checkpoint.load_newest, self.checkpoints)
+        newest = await asyncio.to_thread(self.checkpoints.load_newest)
         if newest is not None:
             self.version, state = newest
             self.learner.load_state_dict(state["learner"])
@@ -150,7 +167,7 @@ class Trainer:
 
     async def _load(self, entry: Entry) -> Loaded:
         """The samples of a batch. Raises `UserError` if the log does not hold what the batch names."""
-        started = time.monotonic()
+        started = clock.monotonic_s()
         batch = entry.message()
         assert isinstance(batch, Batch)
         try:
@@ -187,19 +204,19 @@ class Trainer:
                     )
                 )
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)
-        return Loaded(batch, tuple(samples), staleness, masked, response_tokens, time.monotonic() - started)
+        return Loaded(batch, tuple(samples), staleness, masked, response_tokens, clock.monotonic_s() - started)
 
     async def _step(self, loaded: Loaded, started: float, waited_s: float) -> None:
         batch = loaded.batch
         if batch.step != self.version:
             raise UserError(f"The log holds batch {batch.step} where batch {self.version} is expected.")
-        train_started, cpu_before = time.monotonic(), cpu_seconds()
+        train_started, cpu_before = clock.monotonic_s(), clock.cpu_s()
         metrics = await asyncio.to_thread(self.learner.step, batch.step, loaded.samples)
-        trained = time.monotonic()
+        trained = clock.monotonic_s()
         self.version += 1
         self._tokens_trained += int(loaded.staleness.sum())
         await self._publish_weights()
-        published = time.monotonic()
+        published = clock.monotonic_s()
         tokens = max(1, int(loaded.staleness.sum()))
         metrics |= {
             **{f"seen/{name}": value for name, value in batch.seen.items()},
@@ -214,8 +231,8 @@ class Trainer:
             "seconds_training": trained - train_started,
             "seconds_publishing": published - trained,
             "seconds": published - started,
-            "cpu_seconds": cpu_seconds() - cpu_before,
-            "time": time.time(),
+            "cpu_seconds": clock.cpu_s() - cpu_before,
+            "time": clock.wall_s(),
         }
         done = StepDone(step=batch.step, version=self.version, metrics=metrics, staleness=loaded.staleness)
         with contextlib.suppress(Fenced):  # stands there from before a crash; its times were those of that time
@@ -256,7 +273,7 @@ class Trainer:
         if self._saved_version == self.version:
             return
         state = {"learner": self.learner.state_dict(), "tokens_trained": self._tokens_trained}
-        await asyncio.to_thread(checkpoint.save, self.checkpoints, self.version, state, self.config.keep_checkpoints)
+        await asyncio.to_thread(self.checkpoints.save, self.version, state)
         self._saved_version = self.version
         log.info("checkpoint_saved", version=self.version)
 

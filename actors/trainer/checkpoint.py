@@ -23,6 +23,22 @@ log = structlog.get_logger(__name__)
 _STATE, _MANIFEST, _ASIDE = "state.pt", "manifest.json", ".tmp-"
 
 
+class Checkpoints:
+    """The checkpoints of one run: `save` and `load_newest` on a folder, of which the newest `keep` stay."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root = root
+        self.keep = keep
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """See the function `save`."""
+        save(self.root, step, state, self.keep)
+
+    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """See the function `load_newest`."""
+        return load_newest(self.root)
+
+
 def save(root: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then remove all but the newest `keep` (at least this one).
 

@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 from actors.trainer import checkpoint
 from actors.trainer.advantages import normalise
 from actors.trainer.config import CorrectionConfig, TrainerConfig
-from actors.trainer.learner import Learner, TrainSample, schedule
+from actors.trainer.learner import Learner, schedule
+from actors.trainer.samples import TrainSample
 from tests.actors.tiny_models import gpt2, qwen3, samples
 
 CONFIG = TrainerConfig(lr=1e-3, minibatches=2, micro_batch_tokens=128)

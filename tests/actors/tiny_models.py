@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.trainer.learner import TrainSample
+from actors.trainer.samples import TrainSample
 
 VOCABULARY = 31
 
