@@ -74,12 +74,15 @@ def save(root: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     return final
 
 
-def load_newest(root: Path) -> tuple[int, dict[str, Any]] | None:
+def load_newest(root: Path, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
     """Step and state (tensors on the CPU) of the newest checkpoint that is whole; None if there is none.
 
-    A torn or corrupt one is named in a warning, and the one before it is taken.
+    `at_most` leaves those of later steps out. A torn or corrupt one is named in a warning, and the one before it is
+    taken.
     """
     for path in _newest_first(root):
+        if at_most is not None and _step(path) > at_most:
+            continue
         try:
             if not _whole(path):
                 raise ValueError("its bytes are not those that the manifest names")

@@ -106,14 +106,13 @@ class Learner:
         self.steps_done = 0
         self._autocast = torch.bfloat16 if config.autocast == "bfloat16" else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._hyperparameters: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": config.betas,
+            "eps": config.adam_eps,
+            "weight_decay": config.weight_decay,
+        }
+        self._optimizer = torch.optim.AdamW(self._parameters, **self._hyperparameters, fused=True)
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Train on `samples` as training step `step` (counted from 0) and return its metrics.
@@ -169,9 +168,11 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; training then continues bit-identically."""
+        """The inverse of `state_dict`; training then continues bit-identically, or by another config from there on."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:  # torch takes these from the state too, in silence
+            group |= self._hyperparameters
         self.steps_done = state["step"]
         torch.set_rng_state(state["rng"])
 

@@ -112,6 +112,14 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path)
     assert value_of(checkpoint.load_newest(tmp_path)) == (20, 2)
 
 
+def test_a_checkpoint_of_an_earlier_step_can_be_asked_for(tmp_path):
+    """A replay from step 15 must not start behind it."""
+    for step in (10, 20):
+        checkpoint.save(tmp_path, step, state(step), keep=3)
+    assert value_of(checkpoint.load_newest(tmp_path, at_most=19)) == (10, 10)
+    assert checkpoint.load_newest(tmp_path, at_most=9) is None
+
+
 class Trap:
     def __reduce__(self):
         return (os.system, ("true",))

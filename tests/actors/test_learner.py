@@ -153,6 +153,20 @@ def test_training_resumed_from_a_checkpoint_continues_bit_for_bit(tmp_path, corr
     assert same_bits(weights(learner), weights(resumed))
 
 
+def test_a_config_that_was_changed_holds_from_the_checkpoint_on():
+    """torch's optimizer takes betas and weight decay from the loaded state, and a resume would ignore the recipe's."""
+    learner = Learner(qwen3(), CONFIG)
+    learner.step(0, samples())
+    changed = CONFIG.model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6)})
+    resumed, same = Learner(qwen3(), changed), Learner(qwen3(), CONFIG)
+    for other in (resumed, same):
+        other.load_state_dict(copy.deepcopy(learner.state_dict()))
+        other.step(1, samples(seed=1))
+    learner.step(1, samples(seed=1))
+    assert same_bits(weights(learner), weights(same))
+    assert not same_bits(weights(learner), weights(resumed))
+
+
 def test_the_seed_and_the_step_choose_the_mini_batches():
     """Otherwise the same samples would always share a mini-batch."""
     by_step, by_seed = Learner(qwen3(), CONFIG), Learner(qwen3(), CONFIG.model_copy(update={"seed": 1}))
