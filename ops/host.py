@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import os
 import signal
 import sys
 import time
@@ -251,43 +250,20 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
 
 def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         from actors.trainer.actor import Trainer
         from actors.trainer.checkpoint import Checkpoints
-        from actors.trainer.learner import Learner
         from bus.weights import WeightStore
-        from ops.text import HfTokenizer
+        from ops.trained_model import export_model, load_learner, weights_of
 
-        torch.set_num_threads(recipe.trainer.threads)
-        torch.manual_seed(recipe.seed)
-        path = str(initial_model(spec.folder))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        learner = Learner(model, recipe.trainer, recipe.rollout.temperature)
-        dtype = getattr(torch, recipe.rollout.dtype)
-
-        def tensors() -> dict[str, torch.Tensor]:
-            cast: dict[int, torch.Tensor] = {}  # by memory, so that tied tensors stay one
-            return {
-                key: cast.setdefault(value.data_ptr(), value.detach().to(dtype))
-                for key, value in model.state_dict().items()
-            }
-
-        def export() -> None:
-            folder = spec.folder / "model"
-            aside = folder.with_name(f".{folder.name}-{os.getpid()}")
-            model.save_pretrained(aside)
-            HfTokenizer(path).save(aside)
-            replace_folder(aside, folder)
-
+        initial = initial_model(spec.folder)
+        learner = load_learner(recipe, initial)
         return Trainer(
             bus,
             recipe.trainer,
             recipe.steps,
             learner,
-            tensors,
-            export,
+            lambda: weights_of(learner.model, recipe),
+            lambda: export_model(learner.model, initial, spec.folder / "model"),
             WeightStore(weights_folder(spec.folder)),
             Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
             name,

@@ -1,0 +1,1 @@
+"""Feeding a recorded log back: into a trainer, into reward workers, into a fresh bus."""

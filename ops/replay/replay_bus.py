@@ -1,0 +1,83 @@
+"""The log as a replayed trainer sees it: it reads what was recorded, and what it writes goes to who compares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from bus.memory import MemoryBus, MemoryHub
+from bus.port import Entry
+from bus.table import BATCHES, ROLLOUTS, WEIGHTS, Stream
+from ops.log_source import LogSource
+from schemas import Batch, MalformedMessage, Message, StepDone, UserError, WeightVersion, encode
+
+OnVersion: TypeAlias = Callable[[WeightVersion], Awaitable[None]]
+OnStep: TypeAlias = Callable[[StepDone], Awaitable[None]]
+Rebatch: TypeAlias = Callable[[Batch], Awaitable[Batch]]
+
+
+async def as_recorded(batch: Batch) -> Batch:
+    """The batch, unchanged."""
+    return batch
+
+
+class ReplayBus(MemoryBus):
+    """Batches and rollouts come from a recording, one batch at a time, so that memory stays bounded.
+
+    Batches pass through `rebatch`. Weight versions and finished steps are handed to `on_version` and `on_step`, which
+    the trainer awaits before it goes on.
+    """
+
+    def __init__(self, source: LogSource, on_version: OnVersion, on_step: OnStep, rebatch: Rebatch = as_recorded):
+        super().__init__(source.run, MemoryHub())
+        self._source = source
+        self._on_version = on_version
+        self._on_step = on_step
+        self._rebatch = rebatch
+
+    async def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
+        """The recorded batches; never ends, as no stream does."""
+        assert stream is BATCHES, f"a trainer reads batches, not {stream.name}"
+        async for entry in self._source.read(stream, start):
+            try:
+                batch = entry.message()
+            except MalformedMessage as error:
+                raise _unreadable(entry, error) from None
+            assert isinstance(batch, Batch)
+            changed = await self._rebatch(batch)
+            yield entry if changed is batch else replace(entry, data=encode(changed))
+        await asyncio.Event().wait()
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The recorded rollouts at these sequences. Raises `LookupError`, `UserError`."""
+        assert stream is ROLLOUTS, f"a trainer gets rollouts, not {stream.name}"
+        entries = await self._source.get(stream, seqs)
+        for entry in entries:
+            try:
+                entry.message()
+            except MalformedMessage as error:
+                raise _unreadable(entry, error) from None
+        return entries
+
+    async def last(self, stream: Stream, key: str = "") -> Entry | None:
+        """Nothing is published yet in a replay, whatever the recording holds."""
+        assert stream is WEIGHTS
+        return None
+
+    async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
+        """Hand the messages over."""
+        for message in messages:
+            if isinstance(message, WeightVersion):
+                await self._on_version(message)
+            elif isinstance(message, StepDone):
+                await self._on_step(message)
+        return last_seq + len(messages)
+
+
+def _unreadable(entry: Entry, error: MalformedMessage) -> UserError:
+    return UserError(
+        f"Entry {entry.seq} of the {entry.stream.name} is damaged: {error.reason}.",
+        "Replay another range with --from and --to, or take an undamaged copy of the recording.",
+    )

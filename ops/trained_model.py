@@ -1,0 +1,50 @@
+"""The model of a trainer: loaded into a learner, published as weights, exported; in a run and in a replay alike."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ops.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from actors.trainer.learner import Learner
+
+
+def load_learner(recipe: Recipe, initial: Path) -> Learner:
+    """A learner with the model in the folder `initial`, in float32, at step 0. Sets this process's torch threads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from actors.trainer.learner import Learner
+
+    torch.set_num_threads(recipe.trainer.threads)
+    torch.manual_seed(recipe.seed)
+    model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
+    return Learner(model, recipe.trainer, recipe.rollout.temperature)
+
+
+def weights_of(model: PreTrainedModel, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The tensors to publish, in the dtype that rollout workers hold."""
+    import torch
+
+    dtype = getattr(torch, recipe.rollout.dtype)
+    cast: dict[int, torch.Tensor] = {}  # by memory, so that tied tensors stay one
+    return {
+        key: cast.setdefault(value.data_ptr(), value.detach().to(dtype)) for key, value in model.state_dict().items()
+    }
+
+
+def export_model(model: PreTrainedModel, initial: Path, folder: Path) -> None:
+    """Write the model for `from_pretrained` into `folder`, with the tokenizer of `initial`; whole or not at all."""
+    from ops.host import replace_folder
+    from ops.text import HfTokenizer
+
+    aside = folder.with_name(f".{folder.name}-{os.getpid()}")
+    model.save_pretrained(aside)
+    HfTokenizer(str(initial)).save(aside)
+    replace_folder(aside, folder)
