@@ -217,6 +217,33 @@ def bench_cost(
 
 
 @app.command()
+def chaos(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    kills: Annotated[
+        int, typer.Option("--kills", min=1, help="Processes to kill, over as many runs as it takes.")
+    ] = 200,
+    seed: Annotated[int, typer.Option("--seed", help="Of who is hit, when and how.")] = 0,
+    kinds: Annotated[
+        list[str] | None, typer.Option("--kind", help="Hit only this kind of process; repeatable.")
+    ] = None,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
+    """Kill and stop random processes of real runs, then audit them. Exit status 1 if anything is lost or twice.
+
+    ```
+    rollstream chaos recipes/running_total.yaml
+    rollstream chaos recipes/running_total.yaml steps=20 --kills 30 --kind nats --kind trainer
+    ```
+    """
+    from ops.chaos.command import Hunt, kinds_of
+    from ops.chaos.command import chaos as hunt
+
+    _finish(hunt(Hunt(recipe, tuple(overrides or ()), kills, seed, kinds_of(kinds or ()), out, folder)))
+
+
+@app.command()
 def sft(recipe: RecipePath, overrides: Overrides = None, folder: RunDir = None) -> None:
     """Make the recipe's model, warm-started by its `sft` section, without training it further.
 

@@ -109,6 +109,7 @@ class Supervisor:
             target=_child, args=(host_main, (spec,), output), name=spec.name
         )
         process.start()
+        log.info("process_started", process=spec.name, pid=process.pid)
         return process  # type: ignore[no-any-return]
 
     async def watch(self) -> None:

@@ -1,0 +1,163 @@
+"""The hunt: run after run, fault after fault, until enough processes were killed; then the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ops.bench import command as run_command
+from ops.bench import describe_machine, publish, say
+from ops.chaos.faults import KINDS, Dice, Fault, Kind
+from ops.chaos.judge import Outcome, judge
+from ops.chaos.report import report
+from ops.chaos.target import Target
+from ops.host import initial_model
+from ops.recipe import load_recipe
+from schemas import UserError
+
+# Each kind of process is one of its own, and there are two of those that come in numbers.
+CHANGES = (
+    "processes=separate",
+    "rollout.workers=2",
+    "reward.workers=2",
+    "reward.children=1",
+    "evaluation.count=0",
+    "steps=40",
+)
+LOOK_S = 0.05
+STALLED_S = 120.0  # a run that does nothing for so long, though nobody hits it, will not end
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hunt:
+    """What `rollstream chaos` was asked for."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    kills: int
+    seed: int
+    kinds: tuple[Kind, ...]
+    out: Path | None
+    folder: Path | None
+
+
+async def chaos(hunt: Hunt) -> int:
+    """Hunt, print the table and write it; 0 if all runs ended with a clean log. Ctrl-C prints the table so far."""
+    load_recipe(hunt.recipe, (*CHANGES, *hunt.overrides))  # a mistake in it is told before anything is begun
+    if hunt.folder is not None and hunt.folder.exists():
+        raise UserError(f"{hunt.folder} exists.", "Give another --dir.")
+    machine = describe_machine()
+    place = (hunt.folder or Path(tempfile.mkdtemp(prefix="rollstream-chaos-"))).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    say("making the model that all runs start from")
+    made = ("cli", "sft", str(hunt.recipe), *hunt.overrides, "--dir", str(place / "warm"))
+    await run_command(made, place / "warm.txt")
+    outcomes: list[Outcome] = []
+    interrupted = False
+    try:
+        await _hunt(hunt, place, outcomes)
+    except asyncio.CancelledError:
+        interrupted = True
+    arguments = " ".join(["rollstream chaos", str(hunt.recipe), *hunt.overrides])
+    publish(report(outcomes, machine, f"{arguments} --kills {hunt.kills} --seed {hunt.seed}"), hunt.out)
+    sound = all(outcome.sound for outcome in outcomes) and not interrupted
+    if sound and hunt.folder is None:
+        shutil.rmtree(place)
+    else:
+        say(f"the runs are kept in {place}")
+    return 0 if sound else 130 if interrupted else 1
+
+
+async def _hunt(hunt: Hunt, place: Path, outcomes: list[Outcome]) -> None:
+    dice = Dice(hunt.seed, hunt.kinds)
+    kills = 0
+    while kills < hunt.kills:
+        name = f"run-{len(outcomes)}"
+        target = Target(hunt.recipe, (*CHANGES, *hunt.overrides), place / name, initial_model(place / "warm"))
+        faults: list[Fault] = []
+        try:
+            await target.start()
+            await _harry(target, dice, faults, hunt.kills - kills)
+            status = await _ending(target)
+        finally:
+            await target.destroy()
+        outcome = await judge(target.folder, status, faults, time.time())
+        outcomes.append(outcome)
+        kills += sum(not fault.stop for fault in faults)
+        _tell(name, outcome, target, kills, hunt.kills)
+        if kills == 0 and status != 0:
+            raise UserError(f"The run ended with status {status} before any fault.", f"It said:\n{target.tail()}")
+
+
+async def _harry(target: Target, dice: Dice, faults: list[Fault], kills_max: int) -> None:
+    """Inflict faults until the run ends, or enough are killed."""
+    await _begun(target)
+    strike = dice.draw()
+    due_s = time.monotonic() + strike.gap_s
+    while target.status is None and sum(not fault.stop for fault in faults) < kills_max:
+        await asyncio.sleep(LOOK_S)
+        if time.monotonic() < due_s:
+            continue
+        victims = target.victims(strike.kind)
+        if not victims:
+            continue  # it is being started again: struck as soon as it lives
+        victim = dice.pick(list(victims))
+        fault = await target.strike(strike.kind, victim, victims[victim], strike.stop_s)
+        if fault is not None:
+            faults.append(fault)
+            strike = dice.draw()
+            due_s = time.monotonic() + strike.gap_s
+
+
+async def _begun(target: Target) -> None:
+    while target.status is None and not (target.folder / "processes.json").exists():
+        await asyncio.sleep(LOOK_S)
+
+
+async def _ending(target: Target) -> int | None:
+    """The run's exit status once it is left alone; None if it stands still."""
+    seen, since_s = -1, time.monotonic()
+    while target.status is None and time.monotonic() - since_s < STALLED_S:
+        await target.end(LOOK_S)
+        if (steps := _steps(target.folder)) != seen:
+            seen, since_s = steps, time.monotonic()
+    return target.status
+
+
+def _steps(folder: Path) -> int:
+    """How many steps the trainer says that it has done, those before a restart included."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for line in (folder / "logs" / "trainer.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                count += json.loads(line)["event"] == "step_trained"
+    return count
+
+
+def _tell(name: str, outcome: Outcome, target: Target, kills: int, wanted: int) -> None:
+    worst = max((recovery_s for _, recovery_s in outcome.recoveries), default=0.0)
+    text = (
+        f"{name}: {len(outcome.recoveries)} faults, worst recovery {worst:.1f} s, "
+        f"{outcome.lost} lost, {outcome.twice} twice; {kills} of {wanted} kills"
+    )
+    say(text)
+    if not outcome.sound:
+        say(f"  NOT SOUND: status {outcome.status}, audit {'clean' if outcome.audit.clean else 'broken'}")
+        say("  " + target.tail().replace("\n", "\n  "))
+        print(outcome.audit.to_json(), file=sys.stderr)
+
+
+def kinds_of(names: Sequence[str]) -> tuple[Kind, ...]:
+    """The kinds that these names are. Raises `UserError`."""
+    for name in names:
+        if name not in KINDS:
+            raise UserError(f"There is no kind of process named {name}.", f"They are: {', '.join(KINDS)}.")
+    return tuple(kind for kind in KINDS if not names or kind in names)

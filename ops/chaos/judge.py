@@ -1,0 +1,92 @@
+"""What came of a run under fire: its audit, the recovery of each fault, and the longest time without a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from bus.jetstream import JetStreamBus
+from bus.port import Bus
+from bus.table import BATCHES, CONTROL, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
+from bus.weights import WeightStore
+from ops.audit import AuditReport, audit_log, server_of
+from ops.chaos.faults import Fault
+from ops.chaos.recovery import Started, Stored, recoveries
+from ops.host import weights_folder
+from ops.launch import locate
+from schemas import Rollout, Scored
+
+STREAMS = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, CONTROL)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: its launcher's exit status (None: it did not end), its audit, its faults with their recovery in s."""
+
+    status: int | None
+    audit: AuditReport
+    recoveries: tuple[tuple[Fault, float], ...]
+    step_gap_s: float
+
+    @property
+    def lost(self) -> int:
+        """Samples without an end."""
+        return self._broken("I2") + self.audit.report.totals.get("open", 0)
+
+    @property
+    def twice(self) -> int:
+        """Samples or steps that were trained twice."""
+        return self._broken("I3")
+
+    @property
+    def sound(self) -> bool:
+        """Whether it ended as it should, and its log too."""
+        return self.status == 0 and self.audit.clean and self.audit.report.ended and not self.lost
+
+    def _broken(self, invariant: str) -> int:
+        return sum(check.broken for check in self.audit.report.checks if check.name == invariant)
+
+
+async def judge(folder: Path, status: int | None, faults: Sequence[Fault], end_s: float) -> Outcome:
+    """Audit a run and measure its recoveries. `end_s` is when its launcher ended."""
+    where = locate(folder, None, None)
+    async with server_of(folder, where.url) as url:
+        bus = JetStreamBus(where.run, url, "chaos")
+        await bus.connect()
+        try:
+            audit = await audit_log(bus, WeightStore(weights_folder(folder)))
+            log = [stored for stream in STREAMS for stored in await _stored(bus, stream)]
+        finally:
+            await bus.close()
+    steps = sorted(stored.time_s for stored in log if stored.stream == STEPS.name)
+    gap_s = max((after - before for before, after in itertools.pairwise(steps)), default=0.0)
+    return Outcome(status, audit, tuple(recoveries(faults, log, _starts(folder), end_s)), gap_s)
+
+
+async def _stored(bus: Bus, stream: Stream) -> list[Stored]:
+    info = await bus.info(stream)
+    stored: list[Stored] = []
+    if info.messages:
+        async with contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
+            async for entry in entries:
+                message = entry.message() if stream in (ROLLOUTS, SCORED) else None
+                worker = message.worker if isinstance(message, Rollout | Scored) else ""
+                stored.append(Stored(entry.time_s, stream.name, worker))
+                if entry.seq >= info.last_seq:
+                    break
+    return stored
+
+
+def _starts(folder: Path) -> list[Started]:
+    starts: list[Started] = []
+    for line in (folder / "logs" / "launcher.jsonl").read_bytes().splitlines():
+        with contextlib.suppress(ValueError, KeyError):  # a killed launcher may leave half a line
+            event = json.loads(line)
+            if event["event"] == "process_started":
+                starts.append(Started(datetime.fromisoformat(event["timestamp"]).timestamp(), event["process"]))
+    return starts
