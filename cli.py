@@ -39,6 +39,9 @@ RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name 
 RunTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
 ]
+LogTarget = Annotated[
+    str | None, typer.Argument(metavar="[RUN_OR_FILE]", help="A run, or a recording's file; by default the newest run.")
+]
 WarmModel = Annotated[
     Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
 ]
@@ -128,17 +131,40 @@ def status(target: RunTarget = None, as_json: AsJson = False, nats: NatsUrl = No
 
 
 @app.command()
-def audit(target: RunTarget = None, as_json: AsJson = False) -> None:
-    """Check a run's log: bounded staleness, nothing lost, nothing twice. Exit status 1 if an invariant is broken.
+def record(
+    target: RunTarget = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; by default NAME.rollstream.")] = None,
+    model: Annotated[
+        bool, typer.Option("--model/--no-model", help="With the initial model, which replaying needs.")
+    ] = True,
+) -> None:
+    """Record a run, ended or going on, into one portable file: its log, its recipe and its initial model.
+
+    ```
+    rollstream record
+    rollstream record runs/running-total-20250101-120000 --out bug.rollstream
+    rollstream audit bug.rollstream
+    ```
+    """
+    from ops import record as command
+
+    _finish(command.main(target, out, model))
+
+
+@app.command()
+def audit(target: LogTarget = None, as_json: AsJson = False) -> None:
+    """Check a run's log, or a recording: bounded staleness, nothing lost, nothing twice.
+
+    Exit status 1 if an invariant is broken or the recording is damaged.
 
     ```
     rollstream audit runs/running-total-20250101-120000
+    rollstream audit bug.rollstream
     ```
     """
     from ops import audit as command
-    from ops.folders import find_folder
 
-    _finish(command.main(find_folder(target), as_json))
+    _finish(command.main(target, as_json))
 
 
 @app.command("eval")

@@ -18,6 +18,8 @@ from ops.host import initial_model
 from ops.launch import locate
 from ops.nats_server import NatsServer, url_of
 from ops.recording.cut import Cut, cut_of
+from ops.recording.format import SUFFIX
+from ops.recording.reader import Recording, open_recording
 from schemas import Control, MalformedMessage, UserError
 
 SILENCE_S = 30.0  # an entry that is there and does not come for so long never will
@@ -80,13 +82,17 @@ class RunLog:
 
 @contextlib.asynccontextmanager
 async def open_log(target: str | None) -> AsyncIterator[LogSource]:
-    """The log that a person means: a run's folder or name, by default the newest.
+    """The log that a person means: a recording's file, a run's folder or name, by default the newest run.
 
     The server of a run that has ended is started on its store for as long as the log is open.
 
     Raises:
         UserError: there is no such run, or it cannot be read.
     """
+    if target is not None and is_recording(target):
+        with open_recording(Path(target)) as recording:
+            yield recording
+        return
     folder = find_folder(target)
     where = locate(folder, None, None)
     async with server_of(folder, where.url) as url:
@@ -100,12 +106,19 @@ async def open_log(target: str | None) -> AsyncIterator[LogSource]:
             await bus.close()
 
 
+def is_recording(target: str) -> bool:
+    """Whether a person means a file, there or not, and not a run."""
+    return Path(target).is_file() or (target.endswith(SUFFIX) and not Path(target).exists())
+
+
 def initial_model_of(source: LogSource, folder: Path) -> Path:
     """The folder of version 0 (config, tokenizer, weights): the run's own, or that of a recording put into `folder`.
 
     Raises:
         UserError: there is none.
     """
+    if isinstance(source, Recording):
+        return source.extract_model(folder)
     assert isinstance(source, RunLog)
     path = initial_model(source.folder)
     if not path.is_dir():

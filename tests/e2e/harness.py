@@ -16,8 +16,9 @@ from typing import Any
 
 from bus.jetstream import JetStreamBus
 from bus.table import Stream
-from ops.audit import AuditReport, audit_run, server_of
+from ops.audit import AuditReport, audit_run
 from ops.launch import locate
+from ops.log_source import server_of
 from schemas import Message
 
 ROOT = Path(__file__).parents[2]

@@ -31,6 +31,7 @@ from bus.table import (
 from ops.audit import audit_log, audit_run, main
 from ops.findings import Report, Rules
 from ops.invariants import READ_ORDER, Auditor
+from ops.log_source import RunLog
 from ops.nats_server import NatsServer
 from ops.raw_entries import first_tokens, segments_in
 from schemas import (
@@ -444,19 +445,19 @@ def test_segments_are_joined_and_cut_token_by_token() -> None:
     assert first_tokens(((3, 6), (5, 2)), 6) == ((3, 6),)
 
 
-async def test_the_log_on_a_bus_is_read_to_its_end_and_a_purged_one_refused() -> None:
+async def test_the_log_on_a_bus_is_read_to_its_end_and_a_purged_one_refused(tmp_path: Path) -> None:
     """The same checkers behind the port that all actors use."""
     bus = MemoryBus(RUN, MemoryHub())
     await bus.setup()
     log = whole_run()
     for entry in sorted((e for entries in log.entries.values() for e in entries), key=lambda e: e.time_s):
         await bus.publish(entry.message())
-    audit = await audit_log(bus)
+    audit = await audit_log(RunLog(bus, tmp_path, ""))
     assert audit.clean, audit.to_json()
     assert audit.entries == sum(len(entries) for entries in log.entries.values())
     await bus.purge(PROMPTS, 3)
     with pytest.raises(UserError, match="prompts of run audited begin at 3"):
-        await audit_log(bus)
+        await audit_log(RunLog(bus, tmp_path, ""))
 
 
 async def test_a_run_folder_is_audited_while_its_server_runs_and_after(
@@ -479,9 +480,9 @@ async def test_a_run_folder_is_audited_while_its_server_runs_and_after(
     await bus.publish(Dropped(group_id=3, index=1, reason="error"))
     await bus.close()
     await server.stop()
-    assert await main(folder, as_json=True) == 1
+    assert await main(str(folder), as_json=True) == 1
     assert json.loads(capsys.readouterr().out)["report"]["totals"]["admitted"] == 14
-    assert await main(folder, as_json=False) == 1
+    assert await main(str(folder), as_json=False) == 1
     shown = capsys.readouterr().out
     assert "I3: 3-1 is trained in step 1 and dropped: error" in shown
     assert "INVARIANTS ARE BROKEN" in shown

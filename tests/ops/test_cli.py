@@ -47,7 +47,20 @@ def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
     assert time.monotonic() - began < 5
 
 
-COMMANDS = ("run", "up", "status", "audit", "eval", "sft", "init", "doctor", "version", "bench async", "bench cost")
+COMMANDS = (
+    "run",
+    "up",
+    "status",
+    "record",
+    "audit",
+    "eval",
+    "sft",
+    "init",
+    "doctor",
+    "version",
+    "bench async",
+    "bench cost",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

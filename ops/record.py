@@ -1,0 +1,107 @@
+"""`rollstream record`: a run's whole log, its recipe and its initial model in one portable file.
+
+The file is written aside and gets its name when all of it is on the disk, so what bears that name is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from bus.table import STREAMS
+from ops.log_source import LogSource, initial_model_of, open_log
+from ops.recording.cut import CUT_ORDER
+from ops.recording.format import SUFFIX
+from ops.recording.reader import Recording
+from ops.recording.writer import RecordingWriter
+from schemas import UserError
+
+TELL_EVERY_S = 2.0
+STREAM_OF = {stream.name: stream for stream in STREAMS}
+
+
+async def main(target: str | None, out: Path | None, with_model: bool) -> int:
+    """Record a run and say where and what; always 0."""
+    async with open_log(target) as log:
+        if isinstance(log, Recording):
+            raise UserError(f"{target} is a recording already.", "Name a run.")
+        path = out or Path(f"{log.run}{SUFFIX}")
+        model = initial_model_of(log, path) if with_model else None
+        started = time.monotonic()
+        writer = await record(log, path, model, lambda text: print(text, flush=True))
+    seconds = time.monotonic() - started
+    print(f"{path}: {writer.entries:,} entries, {writer.nbytes / 1e6:,.1f} MB, in {seconds:.1f} s")
+    print(f"check it with: rollstream audit {path}")
+    return 0
+
+
+async def record(log: LogSource, path: Path, model: Path | None, tell: Callable[[str], None]) -> RecordingWriter:
+    """Write a log as it is now into a new file, with the files of `model` if given; `tell` gets the progress.
+
+    Raises:
+        UserError: the file exists or cannot be written, or the log is damaged.
+    """
+    cut = await log.cut()
+    files = {} if model is None else {file.relative_to(model).as_posix(): file.stat().st_size for file in _files(model)}
+    total, shown = sum(info.messages for info in cut.streams.values()), time.monotonic()
+    with _aside(path) as file:
+        writer = RecordingWriter(file, log.run, log.recipe_yaml, cut, files)
+        for name in files:
+            assert model is not None
+            with (model / name).open("rb") as content:
+                await asyncio.to_thread(writer.add_file, name, content)
+        for stream in CUT_ORDER:
+            async for entry in log.read(stream, 1, cut.streams[stream.name].last_seq + 1):
+                if writer.add(entry):
+                    await asyncio.to_thread(writer.flush)
+                    if time.monotonic() - shown > TELL_EVERY_S:
+                        shown = time.monotonic()
+                        tell(f"{writer.entries:,} of {total:,} entries, {writer.nbytes / 1e6:,.0f} MB")
+        await asyncio.to_thread(writer.finish)
+        if log.damage:
+            raise UserError(f"{log.run} cannot be recorded: {log.damage[0]}.", "Read `rollstream audit` of it.")
+    return writer
+
+
+def _files(model: Path) -> list[Path]:
+    return sorted(path for path in model.rglob("*") if path.is_file())
+
+
+@contextlib.contextmanager
+def _aside(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path` when the block ends well, and is gone otherwise."""
+    if path.exists():
+        raise UserError(f"{path} exists and is left as it is.", "Name another file with --out.")
+    aside = path.with_name(f".{path.name}.part-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        remedy = (
+            "Free some space, or name another place with --out." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        )
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}.", remedy or "Name another place with --out."
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
