@@ -2,6 +2,7 @@
 
 It keeps JetStream's promises and adds none: messages come again after `ack_wait_s`, repeated ids are dropped within the
 window only, a full stream refuses. Time is the event loop's, order is that of the calls: a seeded run repeats exactly.
+The way to this log is perfect; `ops.sim.network` puts a bad one in front of it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
-from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+import itertools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from bus.port import (
@@ -45,6 +47,7 @@ from bus.table import (
 from schemas import Message, encode
 
 BEATS_MAX = 1000
+SETTLED_MAX = 1000  # settled deliveries that a queue could still forget
 
 
 class _Signal:
@@ -80,10 +83,11 @@ def _finish(waiter: asyncio.Future[None]) -> None:
 
 
 class _Log:
-    """One stream: its entries, and the ids of the last `DEDUPE_WINDOW_S`."""
+    """One stream: its entries, and the ids of the hub's last `dedupe_window_s`."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, hub: MemoryHub) -> None:
         self.stream = stream
+        self._hub = hub
         self.entries: dict[int, Entry] = {}  # in order of their sequences, as all dicts are in order of insertion
         self.last_seq = 0
         self.nbytes = 0
@@ -96,12 +100,12 @@ class _Log:
         now_s = asyncio.get_running_loop().time()
         if expected is not None and expected != self.last_seq:
             raise Fenced(f"{self.stream.name} ends at {self.last_seq}, not at {expected}")
-        while self._ids and next(iter(self._ids.values()))[0] <= now_s - DEDUPE_WINDOW_S:
+        while self._ids and next(iter(self._ids.values()))[0] <= now_s - self._hub.dedupe_window_s:
             self._ids.popitem(last=False)
         message_id = headers.get(ID_HEADER, "")
         if message_id in self._ids:
             return Ack(self._ids[message_id][1], duplicate=True)
-        if self.nbytes + len(data) > self.stream.bytes_max:
+        if self.stream.name in self._hub.full or self.nbytes + len(data) > self.stream.bytes_max:
             raise BusFull(f"The stream {self.stream.name} is full ({self.stream.bytes_max} bytes). Nothing was lost.")
         self.last_seq += 1
         if message_id:
@@ -109,8 +113,9 @@ class _Log:
         if self.stream.newest_only and key in self._by_key:
             self.remove(self._by_key[key])
         self._by_key[key] = self.last_seq
-        self.entries[self.last_seq] = Entry(self.stream, self.last_seq, key, headers, data, now_s)
+        entry = self.entries[self.last_seq] = Entry(self.stream, self.last_seq, key, headers, data, now_s)
         self.nbytes += len(data)
+        self._hub.on_stored(entry)
         self.changed.notify()
         return Ack(self.last_seq)
 
@@ -147,6 +152,7 @@ class _Queue:
         self.given: dict[int, _Given] = {}
         self.changed = _Signal()
         self._due: list[tuple[float, int]] = []  # a heap; may hold times that a later call moved
+        self._settled: deque[tuple[float, int, int]] = deque(maxlen=SETTLED_MAX)  # when, sequence, deliveries
 
     def take(self, most: int) -> list[_MemoryDelivery]:
         """Up to `most` deliveries: first what is due again, then new ones."""
@@ -182,9 +188,22 @@ class _Queue:
             self.changed.notify()
 
     def settle(self, seq: int) -> None:
-        """Never give it out again."""
-        if self.given.pop(seq, None) is not None:
+        """Never give it out again, unless that is forgotten."""
+        if (given := self.given.pop(seq, None)) is not None:
+            self._settled.append((asyncio.get_running_loop().time(), seq, given.deliveries))
             self.changed.notify()
+
+    def forget_since(self, time_s: float) -> int:
+        """Forget what was settled since then, as a server does that was killed; returns how many come again."""
+        now_s, forgotten = asyncio.get_running_loop().time(), 0
+        while self._settled and self._settled[-1][0] >= time_s:
+            _, seq, deliveries = self._settled.pop()
+            if seq in self.log.entries:
+                self.given[seq] = _Given(now_s, deliveries)
+                heapq.heappush(self._due, (now_s, seq))
+                forgotten += 1
+        self.changed.notify()
+        return forgotten
 
     def _give(self, seq: int, given: _Given) -> _MemoryDelivery:
         given.due_s = asyncio.get_running_loop().time() + self.ack_wait_s
@@ -241,8 +260,8 @@ class _MemorySubscription:
 class _Run:
     """The streams, consumers and leases of one run."""
 
-    def __init__(self, ack_wait_s: float | None) -> None:
-        self.logs = {stream.name: _Log(stream) for stream in STREAMS}
+    def __init__(self, ack_wait_s: float | None, hub: MemoryHub) -> None:
+        self.logs = {stream.name: _Log(stream, hub) for stream in STREAMS}
         self.queues: dict[str, _Queue] = {}
         for consumer in CONSUMERS:
             log = self.logs[consumer.stream.name]
@@ -251,9 +270,17 @@ class _Run:
 
 
 class MemoryHub:
-    """What the server is to JetStream: holds the runs that `MemoryBus` clients share."""
+    """What the server is to JetStream: holds the runs that `MemoryBus` clients share.
 
-    def __init__(self) -> None:
+    Streams named in `full` refuse, whatever they hold. `on_stored` is told of each entry as it is stored.
+    """
+
+    def __init__(
+        self, dedupe_window_s: float = DEDUPE_WINDOW_S, on_stored: Callable[[Entry], None] = lambda entry: None
+    ) -> None:
+        self.dedupe_window_s = dedupe_window_s
+        self.on_stored = on_stored
+        self.full: set[str] = set()
         self.runs: dict[str, _Run] = {}
         self.writers = 0  # clients so far
         self.listeners: dict[str, list[asyncio.Queue[dict[str, Any]]]] = defaultdict(list)
@@ -277,7 +304,7 @@ class MemoryBus:
     async def setup(self, ack_wait_s: float | None = None) -> None:
         """Create the run's streams and consumers, or leave them as they are."""
         if self.run not in self._hub.runs:
-            self._hub.runs[self.run] = _Run(ack_wait_s)
+            self._hub.runs[self.run] = _Run(ack_wait_s, self._hub)
 
     async def exists(self) -> bool:
         """Whether the run has been set up in this hub."""
@@ -292,22 +319,13 @@ class MemoryBus:
         """Store messages in order directly after `last_seq`; returns the new last sequence."""
         for place, message in enumerate(messages, last_seq + 1):
             await asyncio.sleep(0)
-            log = self._log(STREAM_OF[type(message)])
-            try:
-                ack = self._store(message, expected=place - 1)
-            except Fenced:
-                there = log.entries.get(place)
-                if there is None or there.id != message.id or there.writer != self._writer:
-                    raise
-            else:
-                if ack.seq != place:
-                    raise Fenced(f"{log.stream.name}: {message.id!r} stands at {ack.seq} already, not at {place}")
+            self._place(message, place)
         return last_seq + len(messages)
 
     async def dead_letter(self, entry: Entry, reason: str) -> None:
         """Store an entry's raw bytes in the dead-letter stream."""
         await asyncio.sleep(0)
-        self._log(DEAD).store(entry.stream.name, entry.data, dead_letter_headers(self.run, entry, reason))
+        self._bury(entry, reason)
 
     def subscribe(self, consumer: Consumer) -> Subscription:
         """A worker's end of a shared durable consumer."""
@@ -349,17 +367,19 @@ class MemoryBus:
     async def backlog(self, consumer: Consumer) -> ConsumerInfo:
         """What waits for the consumer's workers."""
         queue = self._queue(consumer)
-        pending = sum(seq >= queue.next_seq for seq in queue.log.entries)
+        pending = sum(1 for _ in itertools.takewhile(lambda seq: seq >= queue.next_seq, reversed(queue.log.entries)))
         again = sum(given.deliveries > 1 for given in queue.given.values())
         return ConsumerInfo(pending, len(queue.given), again, queue.ack_wait_s)
 
     async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
         """Take the lease if it is free; returns its revision."""
-        return await self._lease(name, holder, 0, ttl_s)
+        await asyncio.sleep(0)
+        return self._lease(name, holder, 0, ttl_s)
 
     async def renew(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
         """Hold on to a lease; returns the new revision, None if it was lost."""
-        return await self._lease(name, holder, revision, ttl_s)
+        await asyncio.sleep(0)
+        return self._lease(name, holder, revision, ttl_s)
 
     async def release(self, name: str, revision: int) -> None:
         """Give a lease up, unless it is another's by now."""
@@ -401,6 +421,22 @@ class MemoryBus:
     def _queue(self, consumer: Consumer) -> _Queue:
         return self._state().queues[consumer.name]
 
+    def _place(self, message: Message, place: int) -> None:
+        """Store a message at a place of its stream, where it may stand already if this client wrote it."""
+        log = self._log(STREAM_OF[type(message)])
+        try:
+            ack = self._store(message, expected=place - 1)
+        except Fenced:
+            there = log.entries.get(place)
+            if there is None or there.id != message.id or there.writer != self._writer:
+                raise
+        else:
+            if ack.seq != place:
+                raise Fenced(f"{log.stream.name}: {message.id!r} stands at {ack.seq} already, not at {place}")
+
+    def _bury(self, entry: Entry, reason: str) -> None:
+        self._log(DEAD).store(entry.stream.name, entry.data, dead_letter_headers(self.run, entry, reason))
+
     def _store(self, message: Message, expected: int | None = None) -> Ack:
         log = self._log(STREAM_OF[type(message)])
         headers = headers_of(self.run, message)
@@ -412,8 +448,7 @@ class MemoryBus:
                 queue.changed.notify()
         return ack
 
-    async def _lease(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
-        await asyncio.sleep(0)
+    def _lease(self, name: str, holder: str, revision: int, ttl_s: float) -> int | None:
         self._expire_leases()
         log = self._log(LEASES)
         now = log.newest(name)

@@ -14,9 +14,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import structlog
 
@@ -33,9 +33,17 @@ T = TypeVar("T")
 Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer"]
 ROLES: tuple[Role, ...] = ("controller", "rollout", "reward", "trainer")
 RECONNECT_S = 0.2
+STOP_S = 20.0  # for the other actors of a process to end when one has
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3  # by SIGTERM, before the run had ended
+
+
+class Actor(Protocol):
+    """What runs in a process."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until the run is over or `stop` is set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,36 +145,45 @@ async def host(spec: ProcessSpec, recipe: Recipe, stop: asyncio.Event | None = N
     False if they were stopped before their time.
     """
     stop = stop or asyncio.Event()
-    over = asyncio.Event()  # the run has ended, or we are to stop
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     # Ctrl-C reaches the whole process group; the supervisor turns it into an orderly SIGTERM.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     bus = await _connected(spec, stop)
-    watcher = asyncio.create_task(_watch_end(bus, recipe, over), name="watches for the end")
-    stopping = asyncio.create_task(_follow(stop, over), name="watches for the stop")
     try:
-        actors = []
-        for role, name in spec.actors:
-            actor = _actor(role)(bus, recipe, spec, name)
-            # A trainer knows by itself when it is done; after a crash that is long after the end was announced.
-            actors.append(asyncio.create_task(actor.run(stop if role == "trainer" else over), name=name))
-        try:
-            while running := [actor for actor in actors if not actor.done()]:
-                done, _ = await asyncio.wait([*running, watcher], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            return not stop.is_set()
-        finally:
-            stop.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(20):
-                    await asyncio.gather(*actors, return_exceptions=True)
+        actors = [(role, name, _actor(role)(bus, recipe, spec, name)) for role, name in spec.actors]
+        return await run_actors(bus, recipe.steps, actors, stop)
     finally:
+        await bus.close()
+
+
+async def run_actors(bus: Bus, steps: int, actors: Sequence[tuple[Role, str, Actor]], stop: asyncio.Event) -> bool:
+    """Run the actors of a process until they end, `stop` is set or the end of the run's `steps` is announced.
+
+    False if they were stopped before their time. Raises what an actor raises, after the others were stopped.
+    """
+    over = asyncio.Event()  # the run has ended, or we are to stop
+    watcher = asyncio.create_task(_watch_end(bus, steps, over), name="watches for the end")
+    stopping = asyncio.create_task(_follow(stop, over), name="watches for the stop")
+    # A trainer knows by itself when it is done; after a crash that is long after the end was announced.
+    tasks = [
+        asyncio.create_task(actor.run(stop if role == "trainer" else over), name=name) for role, name, actor in actors
+    ]
+    try:
+        while running := [task for task in tasks if not task.done()]:
+            await asyncio.wait([*running, watcher], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*running, watcher):
+                if task.done():
+                    task.result()
+        return not stop.is_set()
+    finally:
+        stop.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
         watcher.cancel()
         stopping.cancel()
         await asyncio.gather(watcher, stopping, return_exceptions=True)
-        await bus.close()
 
 
 async def _connected(spec: ProcessSpec, stop: asyncio.Event) -> JetStreamBus:
@@ -190,10 +207,10 @@ async def _follow(stop: asyncio.Event, over: asyncio.Event) -> None:
     over.set()
 
 
-async def _watch_end(bus: Bus, recipe: Recipe, over: asyncio.Event) -> None:
+async def _watch_end(bus: Bus, steps: int, over: asyncio.Event) -> None:
     async for entry in bus.read(CONTROL):
         message = entry.message()
-        if isinstance(message, Control) and message.action == "stop" and message.nonce == f"end-{recipe.steps}":
+        if isinstance(message, Control) and message.action == "stop" and message.nonce == f"end-{steps}":
             over.set()
             await asyncio.Event().wait()  # the actors end by themselves; this task ends with them
 
