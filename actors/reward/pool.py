@@ -71,7 +71,7 @@ class RewardPool:
             raise PoolClosed
         child = None
         try:
-            child = self._idle.pop() if self._idle else await self._new_child()
+            child = await self._idle_child() or await self._new_child()
             try:
                 body = pack({name: getattr(request, name) for name in child.keywords})
                 if len(body) > REQUEST_BYTES_MAX:
@@ -95,6 +95,15 @@ class RewardPool:
         finally:
             if child is not None:
                 await self._discard(child)
+
+    async def _idle_child(self) -> RewardProcess | None:
+        """A child that waits; those that were killed while they waited are no failure of the function."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.alive:
+                return child
+            await self._discard(child)
+        return None
 
     async def _new_child(self) -> RewardProcess:
         child = await RewardProcess.spawn(self._config.function, self._base)

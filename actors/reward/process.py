@@ -76,9 +76,16 @@ class RewardProcess:
         Raises `ChildSilent` and `ChildLost`.
         """
         async with self._deadline(timeout_s):
+            if not self.alive:  # uvloop answers a write to a closed pipe with a RuntimeError
+                raise ConnectionResetError
             self._stdin.write(frame(body))
             await self._stdin.drain()
             return _verdict(await self._reply())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked: somebody may kill a child that waits for its next request."""
+        return self._process.returncode is None and not self._stdin.is_closing() and not self._stdout.at_eof()
 
     async def kill(self) -> None:
         """Kill the child with all that it started, at once, and wait until they are gone."""
