@@ -10,15 +10,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from bus.jetstream import JetStreamBus
-from bus.port import Bus
 from bus.table import BATCHES, CONTROL, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
-from bus.weights import WeightStore
-from ops.audit import AuditReport, audit_log, server_of
+from ops.audit import AuditReport, audit_log
 from ops.chaos.faults import Fault
 from ops.chaos.recovery import Started, Stored, recoveries
-from ops.host import weights_folder
-from ops.launch import locate
+from ops.log_source import LogSource, open_log
 from schemas import Rollout, Scored
 
 STREAMS = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, CONTROL)
@@ -54,31 +50,20 @@ class Outcome:
 
 async def judge(folder: Path, status: int | None, faults: Sequence[Fault], end_s: float) -> Outcome:
     """Audit a run and measure its recoveries. `end_s` is when its launcher ended."""
-    where = locate(folder, None, None)
-    async with server_of(folder, where.url) as url:
-        bus = JetStreamBus(where.run, url, "chaos")
-        await bus.connect()
-        try:
-            audit = await audit_log(bus, WeightStore(weights_folder(folder)))
-            log = [stored for stream in STREAMS for stored in await _stored(bus, stream)]
-        finally:
-            await bus.close()
-    steps = sorted(stored.time_s for stored in log if stored.stream == STEPS.name)
+    async with open_log(str(folder)) as log:
+        audit = await audit_log(log)
+        stored = [entry for stream in STREAMS for entry in await _stored(log, stream)]
+    steps = sorted(entry.time_s for entry in stored if entry.stream == STEPS.name)
     gap_s = max((after - before for before, after in itertools.pairwise(steps)), default=0.0)
-    return Outcome(status, audit, tuple(recoveries(faults, log, _starts(folder), end_s)), gap_s)
+    return Outcome(status, audit, tuple(recoveries(faults, stored, _starts(folder), end_s)), gap_s)
 
 
-async def _stored(bus: Bus, stream: Stream) -> list[Stored]:
-    info = await bus.info(stream)
+async def _stored(log: LogSource, stream: Stream) -> list[Stored]:
     stored: list[Stored] = []
-    if info.messages:
-        async with contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
-            async for entry in entries:
-                message = entry.message() if stream in (ROLLOUTS, SCORED) else None
-                worker = message.worker if isinstance(message, Rollout | Scored) else ""
-                stored.append(Stored(entry.time_s, stream.name, worker))
-                if entry.seq >= info.last_seq:
-                    break
+    async for entry in log.read(stream):
+        message = entry.message() if stream in (ROLLOUTS, SCORED) else None
+        worker = message.worker if isinstance(message, Rollout | Scored) else ""
+        stored.append(Stored(entry.time_s, stream.name, worker))
     return stored
 
 
