@@ -335,17 +335,14 @@ async def _lead(
 ) -> int:
     """Start all actors, show them until they are done, and end them in order."""
     screen = open_screen(plain)
-    supervisor = Supervisor(note=screen.note, hung_after_s=recipe.hung_after_s)
+    supervisor = Supervisor(note=screen.note)
     for spec in specs(recipe, where):
         supervisor.start(spec)
     _write_private(where.folder / "processes.json", dict(supervisor.pids))
     side = [
-        asyncio.create_task(feed_log(bus, view), name="reads steps and batches"),
-        asyncio.create_task(feed_own(view, server), name="reads own gauges"),
-        asyncio.create_task(beat_for(bus, supervisor, "launcher"), name="beats"),
-        asyncio.create_task(
-            feed_beats(bus, lambda beat: view.beat(beat, time.time()), supervisor.heard), name="reads beats"
-        ),
+        asyncio.create_task(_feed(bus, view), name="reads steps and batches"),
+        asyncio.create_task(_feed_beats(bus, view), name="reads beats"),
+        asyncio.create_task(_feed_own(view, server), name="reads own gauges"),
         asyncio.create_task(_show(screen, view, supervisor, where.folder), name="shows"),
     ]
     if server is not None:
@@ -420,6 +417,48 @@ class _Interrupts:
 
 
 # ---- showing
+
+
+async def _feed(bus: Bus, view: RunView) -> None:
+    async def batches() -> None:
+        async for entry in bus.read(BATCHES):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Batch):
+                    view.batch(message)
+
+    async def steps() -> None:
+        async for entry in bus.read(STEPS):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, StepDone):
+                    view.step_done(message, entry.time_s or time.time())
+
+    await asyncio.gather(batches(), steps())
+
+
+async def _feed_beats(bus: Bus, view: RunView) -> None:
+    async for beat in bus.beats():
+        view.beat(beat, time.time())
+
+
+async def _feed_own(view: RunView, server: NatsServer | None) -> None:
+    """CPU of the launcher, of the fork server, and of nats-server, which send no beats."""
+    me = psutil.Process()
+    while True:
+        now = time.time()
+        view.beat({"actor": "launcher", "role": "launcher", "process": "launcher", "cpu_s": clock.cpu_s()}, now)
+        if server is not None:
+            beat = {"actor": "nats-server", "role": "nats", "process": "nats-server", "cpu_s": server.cpu_seconds()}
+            view.beat(beat, now)
+        others = 0.0
+        for child in me.children():
+            with contextlib.suppress(psutil.Error):
+                if server is None or child.pid != server.pid:
+                    times = child.cpu_times()
+                    others += times.user + times.system
+        view.beat({"actor": "fork-server", "role": "launcher", "process": "fork-server", "cpu_s": others}, now)
+        await asyncio.sleep(BEAT_EVERY_S)
 
 
 async def _show(screen: Screen, view: RunView, supervisor: Supervisor, folder: Path) -> None:
