@@ -101,6 +101,11 @@ class Recipe(Config):
         """The recipe in `text`. Raises `UserError`."""
         return _validated(cls, _parsed(text, source), source, {})
 
+    def changed(self, overrides: Sequence[str], source: str) -> Self:
+        """This recipe with overrides such as `trainer.lr=1e-4`, whose values are YAML. Raises `UserError`."""
+        fields = self.model_dump(mode="json")
+        return _validated(type(self), fields, source, _overridden(fields, overrides))
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply overrides such as `trainer.lr=1e-4`, whose values are YAML.
@@ -116,11 +121,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"The recipe {path} cannot be read: {error}.", "Name a YAML file.") from None
     source = str(path)
     fields = _parsed(text, source)
-    overridden: dict[str, str] = {}
-    for override in overrides:
-        key, value = _override(override)
-        _put(fields, key, value)
-        overridden[key] = override
+    overridden = _overridden(fields, overrides)
     if "base" in fields:
         raise UserError(f"{source}: the key base is set by Rollstream to the recipe's folder.", "Remove it.")
     fields["base"] = str(path.resolve().parent)
@@ -157,6 +158,16 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"{source} holds no recipe.", "Begin with `rollstream init`, which writes a commented one.")
     return fields
+
+
+def _overridden(fields: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
+    """Put overrides into the fields; returns them by key."""
+    overridden: dict[str, str] = {}
+    for override in overrides:
+        key, value = _override(override)
+        _put(fields, key, value)
+        overridden[key] = override
+    return overridden
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -19,9 +19,11 @@ def load_learner(recipe: Recipe, initial: Path) -> Learner:
     """A learner with the model in the folder `initial`, in float32, at step 0. Sets this process's torch threads."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from actors.trainer.learner import Learner
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes bars in the midst of ours
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)

@@ -100,6 +100,13 @@ async def read_history(source: LogSource) -> History:
     return History(source.run, steps, tuple(starts), versions, times, metrics)
 
 
+def newest_recipe_of(source: LogSource) -> Recipe:
+    """The recipe of the newest start. Raises `UserError` if the log holds none."""
+    if not source.recipe_yaml:
+        raise UserError(f"The log of {source.run} holds no start of the run, and so no recipe.", "Record it anew.")
+    return Recipe.from_yaml(source.recipe_yaml, f"the recipe in the log of {source.run}")
+
+
 def check_range(history: History, start: int, stop: int | None) -> tuple[int, int]:
     """The steps `start <= step < stop` that a person means by `--from` and `--to`, of those that can be replayed.
 

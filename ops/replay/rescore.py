@@ -1,0 +1,125 @@
+"""Scoring recorded rollouts again, by the production pool of reward processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+
+from actors.reward.pool import RewardPool
+from actors.reward.verdict import RewardRequest, Verdict
+from bus.port import Entry
+from bus.table import ROLLOUTS, SCORED
+from ops.log_source import LogSource
+from ops.recipe import Recipe
+from schemas import MalformedMessage, Rollout, Scored
+
+WINDOW = 64  # rollouts read and scored together
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rescored:
+    """A rollout with the verdict in the log, if it has one, and the one that it gets now."""
+
+    sample_id: str
+    rollout_seq: int
+    before: Verdict | None
+    after: Verdict
+
+    @property
+    def changed(self) -> bool:
+        """Whether status, reward or a part that both have differ. Without a recorded verdict there is no change."""
+        old, new = self.before, self.after
+        if old is None:
+            return False
+        return (old.status, old.reward) != (new.status, new.reward) or bool(self.changed_parts)
+
+    @property
+    def changed_parts(self) -> list[str]:
+        """The parts of both verdicts whose values differ. Parts that only one of them has are no change of mind."""
+        old = self.before.parts if self.before is not None else {}
+        new = self.after.parts
+        return sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+
+
+@contextlib.asynccontextmanager
+async def reward_pool(recipe: Recipe) -> AsyncIterator[RewardPool]:
+    """The recipe's reward function, ready to be asked. Raises `UserError` if it cannot be loaded."""
+    pool = RewardPool(recipe.reward, recipe.base)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def score_again(pool: RewardPool, rollout: Rollout) -> Verdict:
+    """What the reward function says of a recorded rollout, asked as the reward worker asks."""
+    return await pool.score(
+        RewardRequest(
+            sample_id=rollout.sample_id,
+            prompt=rollout.prompt,
+            response=rollout.text,
+            finish=rollout.finish,
+            task=rollout.task,
+            tokens=rollout.tokens.tolist(),
+        )
+    )
+
+
+async def rescore_log(source: LogSource, pool: RewardPool) -> AsyncIterator[Rescored]:
+    """Every rollout of the log, scored again: in the order of the recorded verdicts, then those that have none.
+
+    Entries that do not decode are left out: they were dead-lettered by the workers, too.
+    """
+    seen = bytearray((await source.info(ROLLOUTS)).last_seq + 1)  # by sequence: has a verdict
+    window: list[Scored] = []
+    async for entry in source.read(SCORED):
+        with contextlib.suppress(MalformedMessage):
+            message = entry.message()
+            if isinstance(message, Scored) and message.rollout_seq < len(seen):
+                seen[message.rollout_seq] = 1
+                window.append(message)
+        if len(window) == WINDOW:
+            async for one in _scored(source, pool, window):
+                yield one
+            window = []
+    async for one in _scored(source, pool, window):
+        yield one
+    if 0 not in seen[1:]:
+        return
+    entries: list[Entry] = []
+    async for entry in source.read(ROLLOUTS):
+        if not seen[entry.seq]:
+            entries.append(entry)
+        if len(entries) == WINDOW:
+            for one in await _all(pool, entries, {}):
+                yield one
+            entries = []
+    for one in await _all(pool, entries, {}):
+        yield one
+
+
+async def _scored(source: LogSource, pool: RewardPool, window: Sequence[Scored]) -> AsyncIterator[Rescored]:
+    verdicts = {scored.rollout_seq: scored for scored in window}
+    for one in await _all(pool, await source.get(ROLLOUTS, [*verdicts]), verdicts):
+        yield one
+
+
+async def _all(pool: RewardPool, entries: Sequence[Entry], verdicts: dict[int, Scored]) -> list[Rescored]:
+    rollouts: list[tuple[int, Rollout]] = []
+    for entry in entries:
+        with contextlib.suppress(MalformedMessage):
+            message = entry.message()
+            if isinstance(message, Rollout):
+                rollouts.append((entry.seq, message))
+    now = await asyncio.gather(*(score_again(pool, rollout) for _, rollout in rollouts))
+    return [
+        Rescored(rollout.sample_id, seq, _verdict_of(verdicts.get(seq)), verdict)
+        for (seq, rollout), verdict in zip(rollouts, now, strict=True)
+    ]
+
+
+def _verdict_of(scored: Scored | None) -> Verdict | None:
+    return None if scored is None else Verdict(scored.verdict, scored.reward, dict(scored.parts), scored.detail)
