@@ -27,6 +27,11 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure. Each benchmark is one command and prints a table.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+replay = typer.Typer(
+    help="Feed a recorded log back: into a trainer, into the reward function, or into a fresh bus.",
+    no_args_is_help=True,
+)
+app.add_typer(replay, name="replay")
 
 RecipePath = Annotated[Path, typer.Argument(help="A recipe: a YAML file, such as recipes/running_total.yaml.")]
 Overrides = Annotated[
@@ -42,6 +47,12 @@ RunTarget = Annotated[
 LogTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN_OR_FILE]", help="A run, or a recording's file; by default the newest run.")
 ]
+LogAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN_OR_FILE] [KEY=VALUE]", help="A run or a recording, and changes to its recipe."),
+]
+FromStep = Annotated[int, typer.Option("--from", min=0, metavar="STEP", help="The first step.")]
+ToStep = Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The first step that is left out.")]
 WarmModel = Annotated[
     Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
 ]
@@ -165,6 +176,57 @@ def audit(target: LogTarget = None, as_json: AsJson = False) -> None:
     from ops import audit as command
 
     _finish(command.main(target, as_json))
+
+
+@replay.command("trainer")
+def replay_trainer(
+    arguments: LogAndOverrides = None,
+    start: FromStep = 0,
+    stop: ToStep = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder for curves and model; with changes replays/TIME.")
+    ] = None,
+    rescore: Annotated[bool, typer.Option("--rescore", help="Ask the reward function again.")] = False,
+) -> None:
+    """Train on the recorded batches again; neither an engine nor the reward function is needed.
+
+    As recorded, every weight version must be bit-identical, else the first that differs is named and the status is 1.
+    With changes both curves are told, step by step; the data stay those of the recorded policy.
+
+    ```
+    rollstream replay trainer runs/running-total-20250101-120000
+    rollstream replay trainer bug.rollstream trainer.loss=ppo --from 412
+    rollstream replay trainer bug.rollstream trainer.advantage.std=none controller.max_staleness=1
+    rollstream replay trainer bug.rollstream reward.function=mended.py:score --rescore
+    ```
+    """
+    from ops.logging import configure
+    from ops.replay import into_trainer
+    from ops.replay.changes import split_arguments
+
+    configure(console=False)
+    _finish(into_trainer.main(*split_arguments(arguments or []), start, stop, out, rescore))
+
+
+@replay.command("reward")
+def replay_reward(
+    arguments: LogAndOverrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="A file for all verdicts, old and new, as JSONL.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit status 1 if a verdict changed.")] = False,
+) -> None:
+    """Score every recorded answer again, and list every verdict that changed.
+
+    ```
+    rollstream replay reward runs/running-total-20250101-120000
+    rollstream replay reward bug.rollstream reward.function=mended.py:score --out verdicts.jsonl
+    ```
+    """
+    from ops.logging import configure
+    from ops.replay import into_reward
+    from ops.replay.changes import split_arguments
+
+    configure(console=False)
+    _finish(into_reward.main(*split_arguments(arguments or []), out, check))
 
 
 @app.command("eval")

@@ -46,6 +46,13 @@ class Changes:
         return history.phases(0, start) + changed
 
 
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """`["runs/x", "trainer.lr=1e-4"]` as the log that is meant (None: the newest run) and the overrides."""
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], list(arguments[1:])
+    return None, list(arguments)
+
+
 def read_changes(overrides: Sequence[str], reward: bool, trainer: bool = True) -> Changes:
     """The changes that a person asks for; `reward` and `trainer` say which of the two are replayed.
 

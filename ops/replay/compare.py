@@ -84,7 +84,7 @@ def print_comparison(steps: Sequence[ComparedStep], console: Console) -> None:
         means.add_column(heading, justify="right")
     for name, title in TOLD.items():
         old, new = values(steps, name)
-        if any(value is not None for value in (*old, *new)):
+        if _known(steps, name):
             means.add_row(title, *(_told(_mean(part)) for part in (old, new, old[-tail:], new[-tail:])))
     console.print(means)
     fitting = BY_STEP[: max(1, (console.width - 6) // PAIR_WIDTH)]
@@ -106,7 +106,9 @@ def plot_comparison(steps: Sequence[ComparedStep], title: str, path: Path) -> No
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    told = [name for name in TOLD if any(value is not None for series in values(steps, name) for value in series)]
+    told = [
+        name for name in TOLD if name != "lr" and any(v is not None for series in values(steps, name) for v in series)
+    ]
     columns = 4
     rows = -(-len(told) // columns)
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
@@ -125,12 +127,19 @@ def _draw(axes: Axes, steps: Sequence[ComparedStep], name: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     where = [step.step for step in steps]
-    style: dict[str, Any] = {"lw": 1.5, "marker": "." if len(steps) < 40 else None}
-    for series, label, colour in zip(values(steps, name), ("recorded", "replayed"), ("0.55", "tab:red"), strict=True):
+    styles: tuple[dict[str, Any], ...] = (
+        {"label": "recorded", "color": "0.75", "lw": 5},  # wide, so that it shows where both are the same
+        {"label": "replayed", "color": "tab:red", "lw": 1.5, "marker": "." if len(steps) < 40 else None},
+    )
+    for series, style in zip(values(steps, name), styles, strict=True):
         known = [(step, value) for step, value in zip(where, series, strict=True) if value is not None]
-        axes.plot([step for step, _ in known], [value for _, value in known], label=label, color=colour, **style)
+        axes.plot([step for step, _ in known], [value for _, value in known], **style)
     axes.set(title=TOLD[name], xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _known(steps: Sequence[ComparedStep], name: str) -> bool:
+    return any(value is not None for series in values(steps, name) for value in series)
 
 
 def _spread(steps: Sequence[ComparedStep], most: int) -> list[ComparedStep]:

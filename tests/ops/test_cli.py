@@ -53,6 +53,8 @@ COMMANDS = (
     "status",
     "record",
     "audit",
+    "replay trainer",
+    "replay reward",
     "eval",
     "sft",
     "init",
