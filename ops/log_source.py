@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from bus import bulk
 from bus.jetstream import JetStreamBus
-from bus.port import Bus, Entry, StreamInfo
+from bus.port import Bus, BusUnavailable, Entry, StreamInfo
 from bus.table import CONTROL, Stream
 from ops.folders import find_folder
 from ops.host import initial_model
@@ -53,15 +54,16 @@ class LogSource(Protocol):
 
 
 class RunLog:
-    """The log of a run folder, on a connected bus; see `LogSource`."""
+    """The log of a run folder, on a connected bus; see `LogSource`. Read in bulk from `bulk_url` if given."""
 
     damage: tuple[str, ...] = ()
 
-    def __init__(self, bus: Bus, folder: Path, recipe_yaml: str) -> None:
+    def __init__(self, bus: Bus, folder: Path, recipe_yaml: str, bulk_url: str = "") -> None:
         self.run = bus.run
         self.folder = folder
         self.recipe_yaml = recipe_yaml
         self._bus = bus
+        self._bulk_url = bulk_url
 
     async def cut(self) -> Cut:
         """Up to where the streams are consistent with each other."""
@@ -71,9 +73,17 @@ class RunLog:
         """What the stream holds."""
         return await self._bus.info(stream)
 
-    def read(self, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
+    async def read(self, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
         """The entries with `start <= seq < stop` that are there now, in order."""
-        return read_to_end(self._bus, stream, start, stop)
+        end = (await self._bus.info(stream)).last_seq + 1
+        end = end if stop is None else min(end, stop)
+        if self._bulk_url:
+            entries = bulk.read(self._bulk_url, self.run, stream, start, end)
+        else:
+            entries = read_to_end(self._bus, stream, start, end)
+        async with contextlib.aclosing(entries):
+            async for entry in entries:
+                yield entry
 
     async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
         """The entries at these sequences, in this order."""
@@ -101,7 +111,10 @@ async def open_log(target: str | None) -> AsyncIterator[LogSource]:
         try:
             if not await bus.exists():
                 raise UserError(f"The server holds no run {where.run}.", "Was it purged? Then nothing can be read.")
-            yield RunLog(bus, folder, await newest_recipe(read_to_end(bus, CONTROL)))
+            bulk_url = url if await asyncio.to_thread(bulk.usable, url) else ""
+            yield RunLog(bus, folder, await newest_recipe(read_to_end(bus, CONTROL)), bulk_url)
+        except BusUnavailable as error:
+            raise UserError(f"The log of run {where.run} cannot be read: {error}.", "Is its server well?") from None
         finally:
             await bus.close()
 
