@@ -19,13 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import structlog
 
-from actors import clock
 from bus.jetstream import JetStreamBus
 from bus.port import Bus
-from bus.table import BATCHES, BEAT_EVERY_S, CONTROL, STEPS, check_run_name
+from bus.table import CONTROL, check_run_name
+from ops.feed import beat_for, feed_beats, feed_log, feed_own
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.nats_server import NatsServer
 from ops.recipe import Recipe
@@ -33,7 +32,7 @@ from ops.screen import Screen, open_screen
 from ops.summary import plot, print_summary, summarise
 from ops.supervise import Supervisor, run_once
 from ops.view import RunView
-from schemas import Batch, Control, MalformedMessage, StepDone, UserError
+from schemas import Control, UserError
 
 log = structlog.get_logger()
 
@@ -119,26 +118,39 @@ async def up(
     await bus.connect()
     try:
         start = await _start_of(bus, where.run)
+        if folder is None:
+            where = dataclasses.replace(where, folder=Path(start.detail))
+        return await _join(role, where, bus, start.recipe, count, name)
     finally:
         await bus.close()
-    if folder is None:
-        where = dataclasses.replace(where, folder=Path(start.detail))
-    recipe = Recipe.from_yaml(start.recipe)
+
+
+async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int, name: str | None) -> int:
+    recipe = Recipe.from_yaml(recipe_yaml)
     if not initial_model(where.folder).exists():
         raise UserError(
             f"This machine does not see the run's folder {where.folder}, where the weights lie.",
             "Mount it here at the same path, or give its place with --run.",
         )
     tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
-    supervisor = Supervisor(note=lambda text: print(text, flush=True), heavy=role in ("rollout", "trainer"))
+    heavy = role in ("rollout", "trainer")
+    supervisor = Supervisor(lambda text: print(text, flush=True), heavy, recipe.hung_after_s)
     interrupts = _Interrupts()
-    with interrupts.caught():
-        for i in range(count):
-            supervisor.start(
-                ProcessSpec(((role, f"{role}-{tag}-{i}"),), where.run, where.url, where.folder, start.recipe)
-            )
-        print(f"{count} {role} actor(s) joined {where.run}; Ctrl-C hands their work over and leaves", flush=True)
-        return await _until_done(supervisor, interrupts, recipe)
+    side = [
+        asyncio.create_task(beat_for(bus, supervisor, f"up-{tag}"), name="beats"),
+        asyncio.create_task(feed_beats(bus, supervisor.heard), name="reads beats"),
+    ]
+    try:
+        with interrupts.caught():
+            for i in range(count):
+                spec = ProcessSpec(((role, f"{role}-{tag}-{i}"),), where.run, where.url, where.folder, recipe_yaml)
+                supervisor.start(spec)
+            print(f"{count} {role} actor(s) joined {where.run}; Ctrl-C hands their work over and leaves", flush=True)
+            return await _until_done(supervisor, interrupts, recipe, side)
+    finally:
+        for task in side:
+            task.cancel()
+        await asyncio.gather(*side, return_exceptions=True)
 
 
 def locate(folder: Path | None, run: str | None, nats: str | None) -> Where:
@@ -335,14 +347,17 @@ async def _lead(
 ) -> int:
     """Start all actors, show them until they are done, and end them in order."""
     screen = open_screen(plain)
-    supervisor = Supervisor(note=screen.note)
+    supervisor = Supervisor(note=screen.note, hung_after_s=recipe.hung_after_s)
     for spec in specs(recipe, where):
         supervisor.start(spec)
     _write_private(where.folder / "processes.json", dict(supervisor.pids))
     side = [
-        asyncio.create_task(_feed(bus, view), name="reads steps and batches"),
-        asyncio.create_task(_feed_beats(bus, view), name="reads beats"),
-        asyncio.create_task(_feed_own(view, server), name="reads own gauges"),
+        asyncio.create_task(feed_log(bus, view), name="reads steps and batches"),
+        asyncio.create_task(feed_own(view, server), name="reads own gauges"),
+        asyncio.create_task(beat_for(bus, supervisor, "launcher"), name="beats"),
+        asyncio.create_task(
+            feed_beats(bus, lambda beat: view.beat(beat, time.time()), supervisor.heard), name="reads beats"
+        ),
         asyncio.create_task(_show(screen, view, supervisor, where.folder), name="shows"),
     ]
     if server is not None:
@@ -417,48 +432,6 @@ class _Interrupts:
 
 
 # ---- showing
-
-
-async def _feed(bus: Bus, view: RunView) -> None:
-    async def batches() -> None:
-        async for entry in bus.read(BATCHES):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, Batch):
-                    view.batch(message)
-
-    async def steps() -> None:
-        async for entry in bus.read(STEPS):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, StepDone):
-                    view.step_done(message, entry.time_s or time.time())
-
-    await asyncio.gather(batches(), steps())
-
-
-async def _feed_beats(bus: Bus, view: RunView) -> None:
-    async for beat in bus.beats():
-        view.beat(beat, time.time())
-
-
-async def _feed_own(view: RunView, server: NatsServer | None) -> None:
-    """CPU of the launcher, of the fork server, and of nats-server, which send no beats."""
-    me = psutil.Process()
-    while True:
-        now = time.time()
-        view.beat({"actor": "launcher", "role": "launcher", "process": "launcher", "cpu_s": clock.cpu_s()}, now)
-        if server is not None:
-            beat = {"actor": "nats-server", "role": "nats", "process": "nats-server", "cpu_s": server.cpu_seconds()}
-            view.beat(beat, now)
-        others = 0.0
-        for child in me.children():
-            with contextlib.suppress(psutil.Error):
-                if server is None or child.pid != server.pid:
-                    times = child.cpu_times()
-                    others += times.user + times.system
-        view.beat({"actor": "fork-server", "role": "launcher", "process": "fork-server", "cpu_s": others}, now)
-        await asyncio.sleep(BEAT_EVERY_S)
 
 
 async def _show(screen: Screen, view: RunView, supervisor: Supervisor, folder: Path) -> None:

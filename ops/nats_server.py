@@ -33,6 +33,8 @@ WATCH_S = 0.05  # how often the supervisor looks; a reader shall resume within a
 RESTART_BACKOFF_S = 0.05
 RESTART_BACKOFF_MAX_S = 5.0
 PAYLOAD_MAX = "8MB"  # messages are at most schemas.PAYLOAD_BYTES_MAX, which leaves room for the headers
+PROBE_S = 2.0  # a server greets every new connection at once, whatever its disk does
+PROBES_MAX = 3  # without a greeting in a row, and it hangs
 FILE_STORE_BYTES_MAX = 1 << 50  # streams reserve their whole bytes_max; the disk is the real limit
 LOG_TAIL_LINES = 6
 
@@ -129,11 +131,19 @@ class NatsServer:
             self._lock = None
 
     async def supervise(self) -> None:
-        """Start the server again whenever it dies, until `stop` or cancellation.
+        """Start the server again whenever it dies, and kill it when it hangs, until `stop` or cancellation.
 
         Raises:
             UserError: it does not come up again.
         """
+        probing = asyncio.create_task(self._watch_for_hung(), name="probes nats-server")
+        try:
+            await self._watch_for_death()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _watch_for_death(self) -> None:
         backoff_s = RESTART_BACKOFF_S
         started_s = time.monotonic()
         while not self._stopping:
@@ -149,6 +159,21 @@ class NatsServer:
             await self.restart()
             started_s = time.monotonic()
             _log.info("server_restarted", pid=self.pid)
+
+    async def _watch_for_hung(self) -> None:
+        silent = 0
+        while True:
+            await asyncio.sleep(PROBE_S)
+            pid = self.pid
+            silent = 0 if not pid or await _greets(self.url) else silent + 1
+            if silent >= PROBES_MAX and pid == self.pid:
+                _log.warning("server_hung", pid=pid, probes=silent)
+                self._kill()
+                silent = 0
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # whoever supervises sees it die
 
     def cpu_seconds(self) -> float:
         """CPU time, user and system, that the server has used since `start`, over its restarts as far as known."""
@@ -283,6 +308,21 @@ async def _take_lock(folder: Path) -> int:
             "Attach to it with `rollstream status`, or stop it with Ctrl-C where it was started.",
         )
     return lock
+
+
+async def _greets(url: str) -> bool:
+    """Whether the server says its INFO to a new connection within `PROBE_S`."""
+    address = urlsplit(url)
+    writer = None
+    try:
+        async with asyncio.timeout(PROBE_S):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            return bool(await reader.readline())
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _locked(descriptor: int) -> bool:

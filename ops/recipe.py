@@ -65,6 +65,8 @@ class Recipe(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     bus: BusConfig = BusConfig()
     processes: Literal["shared", "separate"] = "shared"
+    hung_after_s: float = Field(20.0, ge=0, le=3600)
+    """Silence of a process, in seconds, after which it is killed and started again; 0 never does."""
     base: Path = Path()
 
     @property

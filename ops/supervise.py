@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import math
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from bus.table import BEAT_EVERY_S
 from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.host import main as host_main
 from schemas import UserError
@@ -30,9 +34,14 @@ log = structlog.get_logger()
 BACKOFF_S = 0.2
 BACKOFF_MAX_S = 10.0
 STEADY_S = 20.0  # a process that lived so long and dies is started at once
-FAILURES_MAX = 8  # deaths in a row, each before STEADY_S
+FAILURES_MAX = 8  # crashes in a row, each before STEADY_S, or kills in a row, each before the first beat
+KILLED_BACKOFF_S = 0.2
+FORK_SERVER_LOST = 255  # what multiprocessing tells of the children of a fork server that has died
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # of compiled code
 WATCH_S = 0.05
 DRAIN_S = 30.0
+STARTING_S = 600.0  # silence that a process is allowed before its first beat: it may load a large model
+DEAF_S = 3.0  # our own beat was not heard for so long: then nobody else's silence says anything
 PR_SET_PDEATHSIG = 1
 
 _PRELOAD = ["ops.preload"]
@@ -70,17 +79,30 @@ class _Child:
     spec: ProcessSpec
     process: BaseProcess
     started_s: float
-    failures: int = 0
+    crashes: int = 0  # in a row, each before `STEADY_S`
+    stillborn: int = 0  # kills in a row, each before its first beat
     restarts: int = 0
     restart_at_s: float | None = None  # it died, and is started again then
+    silent_s: float = 0.0  # since its last beat, as far as beats could be heard
+    beaten: bool = False
     done: bool = False
 
 
 class Supervisor:
-    """The processes of one machine. `note(text)` tells the person what happened to them; `heavy` if some need torch."""
+    """The processes of one machine. `note(text)` tells the person what happened to them; `heavy` if some need torch.
 
-    def __init__(self, note: Callable[[str], None] = lambda _: None, heavy: bool = True) -> None:
+    A process that has beaten and then is silent for `hung_after_s` is killed and started again (0: never), if it is
+    told what is `heard` and asked to `watch_for_hung` once a second.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None] = lambda _: None, heavy: bool = True, hung_after_s: float = 0.0
+    ) -> None:
         self.note = note
+        self.hung_after_s = hung_after_s
+        self._host = socket.gethostname()
+        self._heard_self_s = -math.inf
+        self._looked_s = time.monotonic()
         self._context = fork_server(heavy)
         self._children: dict[str, _Child] = {}
         self.draining = False
@@ -112,6 +134,32 @@ class Supervisor:
         log.info("process_started", process=spec.name, pid=process.pid)
         return process  # type: ignore[no-any-return]
 
+    def heard(self, beat: Mapping[str, Any]) -> None:
+        """Take a beat that came over the bus, of whatever process, this one included."""
+        process = beat.get("process")
+        if process == f"{self._host}:{os.getpid()}":
+            self._heard_self_s = time.monotonic()
+        for child in self._children.values():
+            if process == f"{self._host}:{child.process.pid}":
+                child.silent_s, child.beaten = 0.0, True
+
+    def watch_for_hung(self) -> None:
+        """Kill processes that are silent for too long. Silence counts only while our own beats come back to us.
+
+        A second of silence is counted for each call, at most: if we were stopped ourselves, that says nothing.
+        """
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(BEAT_EVERY_S, now_s - self._looked_s), now_s
+        deaf = now_s - self._heard_self_s > DEAF_S
+        for child in self._children.values():
+            child.silent_s = 0.0 if deaf else child.silent_s + passed_s
+            limit_s = self.hung_after_s if child.beaten else STARTING_S
+            if self.hung_after_s > 0 and child.silent_s > limit_s and child.process.exitcode is None:
+                log.warning("process_hung", process=child.spec.name, pid=child.process.pid, silent_s=child.silent_s)
+                self.note(f"{child.spec.name} gave no sign of life for {child.silent_s:.0f} s and is killed")
+                child.silent_s = 0.0
+                child.process.kill()
+
     async def watch(self) -> None:
         """Return when all processes are done, or have ended while draining.
 
@@ -137,28 +185,44 @@ class Supervisor:
             child.done = True
             raise child.spec.left_error()
         lived_s = time.monotonic() - child.started_s
-        child.failures = child.failures + 1 if lived_s < STEADY_S else 1
-        how = f"ended with status {status}"
-        if status == EXIT_STOPPED:  # by SIGTERM, and not by us: without it the run might wait for ever
-            child.failures, how = 0, "was stopped"
-        elif status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
-        log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), failures=child.failures)
-        if child.failures >= FAILURES_MAX and status > 0:
+        how, wait_s = self._judge(child, status, lived_s)
+        log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), crashes=child.crashes)
+        if max(child.crashes, child.stillborn) >= FAILURES_MAX:
             child.done = True
             raise UserError(
-                f"{name} {how}, {child.failures} times in a row.",
-                f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}.",
+                f"{name} {how}, {FAILURES_MAX} times in a row.",
+                f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}."
+                if child.crashes >= FAILURES_MAX
+                else "It was killed from outside before it began to work: is there enough memory?",
             )
         self.note(f"{name} {how}; it is started again")
-        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (child.failures - 2)) if child.failures > 1 else 0.0
         child.restart_at_s = time.monotonic() + wait_s
+
+    def _judge(self, child: _Child, status: int, lived_s: float) -> tuple[str, float]:
+        """How it ended, in words, and how long to wait before it is started again. Counts what is to end the run.
+
+        A crash is its own doing: it will most likely happen again, so that the run ends after a few in a row. A kill
+        comes from outside, from the kernel when memory is short or from a person: it says nothing about the next time,
+        and counts only if the process never came as far as a first beat.
+        """
+        if status == EXIT_STOPPED:  # by SIGTERM, and not by us: without it the run might wait for ever
+            child.crashes = 0
+            return "was stopped", 0.0
+        if status == FORK_SERVER_LOST or (status < 0 and -status not in CRASHES):
+            child.stillborn = 0 if child.beaten else child.stillborn + 1
+            how = "lost the fork server" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+            return how, KILLED_BACKOFF_S * child.stillborn
+        child.crashes = child.crashes + 1 if lived_s < STEADY_S else 1
+        how = f"ended with status {status}" if status > 0 else f"crashed with {signal.Signals(-status).name}"
+        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (child.crashes - 2)) if child.crashes > 1 else 0.0
+        return how, wait_s
 
     def _restart(self, child: _Child) -> None:
         child.process = self._spawn(child.spec)
         child.started_s = time.monotonic()
         child.restart_at_s = None
         child.restarts += 1
+        child.silent_s, child.beaten = 0.0, False
 
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """End all processes: SIGTERM, so that they hand over and save; after `grace_s` SIGKILL."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -62,6 +63,9 @@ async def chaos(hunt: Hunt) -> int:
     await run_command(made, place / "warm.txt")
     outcomes: list[Outcome] = []
     interrupted = False
+    hunting = asyncio.current_task()
+    assert hunting is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, hunting.cancel)  # as Ctrl-C does
     try:
         await _hunt(hunt, place, outcomes)
     except asyncio.CancelledError:

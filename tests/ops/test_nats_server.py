@@ -112,6 +112,24 @@ async def test_a_server_that_dies_is_started_again(server: NatsServer) -> None:
     supervising.cancel()
 
 
+async def test_a_server_that_hangs_is_killed_and_started_again(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives and its port is open, so that only a greeting that does not come tells it."""
+    monkeypatch.setattr(nats_server, "PROBE_S", 0.1)
+    await write(server.url, "a")
+    supervising = asyncio.create_task(server.supervise())
+    await asyncio.sleep(0.5)  # a sound one is left alone
+    hung = server.pid
+    assert hung
+    os.kill(hung, signal.SIGSTOP)
+    async with asyncio.timeout(5):
+        while server.pid in (0, hung):
+            await asyncio.sleep(0.01)
+    assert await count(server.url) == 1
+    supervising.cancel()
+
+
 async def test_supervision_ends_with_stop(tmp_path: Path) -> None:
     server = NatsServer()
     await server.start(tmp_path)

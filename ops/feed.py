@@ -1,0 +1,75 @@
+"""What a launcher hears and tells while a run goes on: steps and batches, beats, and what sends no beats itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+from actors import clock
+from bus.port import Bus
+from bus.table import BATCHES, BEAT_EVERY_S, STEPS
+from ops.nats_server import NatsServer
+from ops.supervise import Supervisor
+from ops.view import RunView
+from schemas import Batch, MalformedMessage, StepDone
+
+
+async def feed_log(bus: Bus, view: RunView) -> None:
+    """Give the view all batches and steps, for ever."""
+
+    async def batches() -> None:
+        async for entry in bus.read(BATCHES):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Batch):
+                    view.batch(message)
+
+    async def steps() -> None:
+        async for entry in bus.read(STEPS):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, StepDone):
+                    view.step_done(message, entry.time_s or time.time())
+
+    await asyncio.gather(batches(), steps())
+
+
+async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> None:
+    """Give every beat to all takers, for ever."""
+    async for beat in bus.beats():
+        for take in takers:
+            take(beat)
+
+
+async def beat_for(bus: Bus, supervisor: Supervisor, actor: str) -> None:
+    """Beat for the launcher itself, for ever: what comes back tells the supervisor that beats are heard at all."""
+    while True:
+        process = f"{socket.gethostname()}:{os.getpid()}"
+        await bus.beat({"actor": actor, "role": "launcher", "process": process, "cpu_s": clock.cpu_s()})
+        supervisor.watch_for_hung()
+        await asyncio.sleep(BEAT_EVERY_S)
+
+
+async def feed_own(view: RunView, server: NatsServer | None) -> None:
+    """Give the view the CPU of the fork server and of nats-server, which send no beats, for ever."""
+    me = psutil.Process()
+    while True:
+        now = time.time()
+        if server is not None:
+            beat = {"actor": "nats-server", "role": "nats", "process": "nats-server", "cpu_s": server.cpu_seconds()}
+            view.beat(beat, now)
+        others = 0.0
+        for child in me.children():
+            with contextlib.suppress(psutil.Error):
+                if server is None or child.pid != server.pid:
+                    times = child.cpu_times()
+                    others += times.user + times.system
+        view.beat({"actor": "fork-server", "role": "launcher", "process": "fork-server", "cpu_s": others}, now)
+        await asyncio.sleep(BEAT_EVERY_S)

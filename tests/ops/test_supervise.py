@@ -1,0 +1,160 @@
+"""Who is started again, how soon, and when that is enough: a crash loop must end a run, kills from outside must not."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ops import supervise
+from ops.host import EXIT_DONE, ProcessSpec
+from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor
+from schemas import UserError
+
+PIDS = iter(range(100_000, 200_000))
+
+
+class FakeProcess:
+    """Ends when it is told to, or is killed."""
+
+    def __init__(self) -> None:
+        self.pid = next(PIDS)
+        self.exitcode: int | None = None
+
+    def kill(self) -> None:
+        self.exitcode = -signal.SIGKILL
+
+    terminate = kill
+
+
+class Watched:
+    """A supervisor of one process, on fakes; `spawned` are those that it started, the newest last."""
+
+    def __init__(self, hung_after_s: float = 0.0) -> None:
+        self.supervisor = Supervisor(heavy=False, hung_after_s=hung_after_s)
+        self.spawned: list[FakeProcess] = []
+        self.supervisor._spawn = self._spawn  # type: ignore[assignment, method-assign]
+        self.supervisor.start(ProcessSpec((("trainer", "trainer"),), "run", "", Path("run"), ""))
+        self.watching = asyncio.create_task(self.supervisor.watch())
+
+    def _spawn(self, spec: ProcessSpec) -> FakeProcess:
+        self.spawned.append(FakeProcess())
+        return self.spawned[-1]
+
+    def beat(self) -> None:
+        for pid in (os.getpid(), self.spawned[-1].pid):
+            self.supervisor.heard({"process": f"{socket.gethostname()}:{pid}"})
+
+    async def ends_with(self, status: int) -> bool:
+        """End the process; whether another one was started, and not the run ended."""
+        count = len(self.spawned)
+        self.spawned[-1].exitcode = status
+        async with asyncio.timeout(5):
+            while len(self.spawned) == count and not self.watching.done():
+                await asyncio.sleep(0.001)
+        return not self.watching.done()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "WATCH_S", 0.001)
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.0005)
+    monkeypatch.setattr(supervise, "KILLED_BACKOFF_S", 0.0005)
+
+
+@pytest.mark.parametrize("status", [1, -signal.SIGSEGV])
+async def test_a_process_that_crashes_at_once_again_and_again_ends_the_run(status: int) -> None:
+    watched = Watched()
+    for _ in range(FAILURES_MAX - 1):
+        watched.beat()
+        assert await watched.ends_with(status)
+    assert not await watched.ends_with(status)
+    with pytest.raises(UserError, match=f"trainer .*, {FAILURES_MAX} times in a row"):
+        await watched.watching
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, FORK_SERVER_LOST])
+async def test_kills_from_outside_never_end_the_run_and_the_next_start_is_at_once(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say nothing about the next time; a pause that doubles would cost more than the kills."""
+    monkeypatch.setattr(supervise, "KILLED_BACKOFF_S", 60.0)
+    watched = Watched()
+    for _ in range(4 * FAILURES_MAX):
+        watched.beat()
+        assert await watched.ends_with(status)
+    watched.spawned[-1].exitcode = EXIT_DONE
+    await watched.watching
+
+
+async def test_a_process_that_is_killed_before_it_begins_again_and_again_ends_the_run() -> None:
+    """Memory that does not suffice for loading will not suffice the next time."""
+    watched = Watched()
+    for _ in range(FAILURES_MAX - 1):
+        assert await watched.ends_with(-signal.SIGKILL)
+    assert not await watched.ends_with(-signal.SIGKILL)
+    with pytest.raises(UserError, match="killed by SIGKILL") as caught:
+        await watched.watching
+    assert "memory" in caught.value.remedy
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The supervisor's seconds, at index 0."""
+    now = [1000.0]
+    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def silence(watched: Watched, clock: list[float], seconds: float, hears_itself: bool = True) -> None:
+    """Time passes, a second at a time, and the process does not beat."""
+    for _ in range(round(seconds)):
+        clock[0] += 1.0
+        if hears_itself:
+            watched.supervisor.heard({"process": f"{socket.gethostname()}:{os.getpid()}"})
+        watched.supervisor.watch_for_hung()
+
+
+async def test_a_process_that_has_beaten_and_falls_silent_is_killed_and_started_again(clock: list[float]) -> None:
+    watched = Watched(hung_after_s=5.0)
+    watched.beat()
+    watched.supervisor.watch_for_hung()
+    silence(watched, clock, 5)
+    hung = watched.spawned[-1]
+    assert hung.exitcode is None
+    watched.beat()
+    silence(watched, clock, 5)
+    assert hung.exitcode is None
+    silence(watched, clock, 1)
+    assert hung.exitcode == -signal.SIGKILL
+    async with asyncio.timeout(5):
+        while watched.spawned[-1] is hung:
+            await asyncio.sleep(0.001)
+            clock[0] += 0.001
+    watched.watching.cancel()
+
+
+async def test_silence_says_nothing_while_nobody_can_be_heard(clock: list[float]) -> None:
+    """A server that is down, or a launcher that was itself stopped, must not cost the actors their lives."""
+    watched = Watched(hung_after_s=5.0)
+    watched.beat()
+    watched.supervisor.watch_for_hung()
+    silence(watched, clock, 60, hears_itself=False)
+    clock[0] += 60.0  # the launcher was stopped
+    silence(watched, clock, 4)
+    assert watched.spawned[-1].exitcode is None
+    watched.watching.cancel()
+
+
+async def test_a_process_may_take_its_time_to_start(clock: list[float]) -> None:
+    """Loading a large model takes minutes, in which no beat comes."""
+    watched = Watched(hung_after_s=5.0)
+    watched.supervisor.watch_for_hung()
+    silence(watched, clock, supervise.STARTING_S - 1)
+    assert watched.spawned[-1].exitcode is None
+    silence(watched, clock, 3)
+    assert watched.spawned[-1].exitcode is not None
+    watched.watching.cancel()
