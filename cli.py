@@ -163,19 +163,25 @@ def record(
 
 
 @app.command()
-def audit(target: LogTarget = None, as_json: AsJson = False) -> None:
+def audit(
+    target: LogTarget = None,
+    as_json: AsJson = False,
+    again: Annotated[bool, typer.Option("--replay", help="Train every step again, and compare the weights.")] = False,
+) -> None:
     """Check a run's log, or a recording: bounded staleness, nothing lost, nothing twice.
 
     Exit status 1 if an invariant is broken or the recording is damaged.
 
     ```
     rollstream audit runs/running-total-20250101-120000
-    rollstream audit bug.rollstream
+    rollstream audit bug.rollstream --replay
     ```
     """
     from ops import audit as command
+    from ops.logging import configure
 
-    _finish(command.main(target, as_json))
+    configure(console=False)
+    _finish(command.main(target, as_json, again))
 
 
 @replay.command("trainer")

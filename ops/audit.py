@@ -1,4 +1,4 @@
-"""`rollstream audit`: read a run's whole log, or a recording, and hold it to the invariants I1-I6.
+"""`rollstream audit`: read a run's whole log, or a recording, and hold it to the invariants I1-I6, by request I7 too.
 
 A run that is going on is read beside its actors. For one that has ended, its server is started on its store for as long
 as the reading takes. Nothing is written to the log either way.
@@ -12,13 +12,14 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 
 from bus.table import STREAMS
 from bus.weights import WeightsError, WeightStore
-from ops.findings import PROMISES, Report, Rules
+from ops.findings import PROMISES, Check, Report, Rules
 from ops.host import weights_folder
 from ops.invariants import READ_ORDER, Auditor
 from ops.log_source import LogSource, RunLog, open_log
@@ -45,15 +46,28 @@ class AuditReport:
         """Whether the log is whole and every invariant holds."""
         return self.report.clean and not self.damage
 
+    def with_check(self, check: Check) -> Self:
+        """The report with one more check, before the last."""
+        *invariants, log = self.report.checks
+        report = dataclasses.replace(self.report, checks=(*invariants, check, log))
+        return dataclasses.replace(self, report=report)
+
     def to_json(self) -> str:
         """All of it, for programs."""
         return json.dumps({"clean": self.clean, **dataclasses.asdict(self)}, indent=2)
 
 
-async def main(target: str | None, as_json: bool) -> int:
-    """Audit a run or a recording and print what was found; 0 if it is whole and all invariants hold, else 1."""
+async def main(target: str | None, as_json: bool, replay: bool = False) -> int:
+    """Audit a run or a recording and print what was found; 0 if it is whole and all invariants hold, else 1.
+
+    With `replay` its steps are trained again, for I7.
+    """
     async with open_log(target) as log:
         audit = await audit_log(log)
+        if replay:
+            from ops.replay.into_trainer import check_replay
+
+            audit = audit.with_check(await check_replay(log))
     if as_json:
         print(audit.to_json())
     else:

@@ -16,8 +16,10 @@ PROMISES: Final = {
     "I4": "versions rise by one and their bytes are those announced",
     "I5": "every token carries the version that made it",
     "I6": "groups at work never exceed (η + v + 1)·B",
+    "I7": "the same log and the same start give the same weights",
     "log": "records refer to what is there",
 }
+REPLAYED: Final = "I7"  # checked by training again, and only if that is asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

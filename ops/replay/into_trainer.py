@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ops.findings import REPLAYED, Check
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.replay.changes import Changes, Rebatcher, read_changes
 from ops.replay.compare import CAVEAT, ComparedStep, largest_difference, plot_comparison, print_comparison
@@ -119,6 +120,8 @@ async def main(
     console = open_console()
     async with open_log(target) as source:
         outcome, steps = await replay_log(source, changes, start, stop, out=out, rescore=rescore, progress=True)
+        for sentence in source.damage:
+            console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
     if out is not None:
         (out / RESULT_FILE).write_text(json.dumps(dataclasses.asdict(outcome), indent=1) + "\n")
     if changed and outcome.identical and steps:
@@ -153,7 +156,7 @@ async def replay_log(
     async with contextlib.AsyncExitStack() as stack:
         ended = stack.enter_context(stopped_by_ctrl_c())
         stack.enter_context(contextlib.closing(told))
-        initial = initial_model_of(source, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        initial = initial_model_of(source, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "initial")
         phases = changes.phases(history, start, stop)
         watch = _Watch(history, start, changed, ended, told)
         if out is not None:
@@ -201,6 +204,17 @@ async def replay_log(
     return outcome, watch.steps
 
 
+async def check_replay(source: LogSource) -> Check:
+    """I7: train all recorded steps again, from the start, and compare every version."""
+    outcome, _ = await replay_log(source, Changes(), progress=True)
+    check = Check(REPLAYED, outcome.versions)
+    if not outcome.identical:
+        check.fail(_difference(outcome))
+    elif outcome.done < outcome.stop:
+        raise UserError(f"The replay was stopped after step {outcome.done} of {outcome.stop}.", "Let it end, for I7.")
+    return check
+
+
 def _checkpoint(source: LogSource, start: int) -> tuple[int, dict[str, Any]] | None:
     """The learner's state at or before version `start`, if the run's folder still holds a checkpoint of then."""
     if start == 0 or not isinstance(source, RunLog):
@@ -235,12 +249,7 @@ def _tell_comparison(outcome: Outcome, steps: list[ComparedStep], out: Path | No
 
 def _tell(outcome: Outcome, console: Console, changed: bool) -> None:
     if not outcome.identical:
-        console.print(
-            f"version {outcome.first_difference} DIFFERS from the recorded one: {outcome.found_digest[:19]}… instead "
-            f"of {outcome.expected_digest[:19]}…; the versions after it follow from it and were not compared",
-            style="red",
-            soft_wrap=True,
-        )
+        console.print(_difference(outcome), style="red", soft_wrap=True)
         console.print(_cause(outcome), soft_wrap=True)
         return
     if outcome.done < outcome.stop:
@@ -253,6 +262,13 @@ def _tell(outcome: Outcome, console: Console, changed: bool) -> None:
             f"{first}, in {outcome.seconds:.1f} s",
             soft_wrap=True,
         )
+
+
+def _difference(outcome: Outcome) -> str:
+    return (
+        f"version {outcome.first_difference} differs: {outcome.found_digest[:15]}… was computed, "
+        f"{outcome.expected_digest[:15]}… is recorded; the versions after it follow from it and were not compared"
+    )
 
 
 def _cause(outcome: Outcome) -> str:

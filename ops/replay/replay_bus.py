@@ -13,6 +13,7 @@ from bus.table import BATCHES, ROLLOUTS, WEIGHTS, Stream
 from ops.log_source import LogSource
 from schemas import Batch, MalformedMessage, Message, StepDone, UserError, WeightVersion, encode
 
+RANGE = "Replay up to the step before it with --to, or take an undamaged copy of the recording."
 OnVersion: TypeAlias = Callable[[WeightVersion], Awaitable[None]]
 OnStep: TypeAlias = Callable[[StepDone], Awaitable[None]]
 Rebatch: TypeAlias = Callable[[Batch], Awaitable[Batch]]
@@ -51,9 +52,12 @@ class ReplayBus(MemoryBus):
         await asyncio.Event().wait()
 
     async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
-        """The recorded rollouts at these sequences. Raises `LookupError`, `UserError`."""
+        """The recorded rollouts at these sequences. Raises `UserError`."""
         assert stream is ROLLOUTS, f"a trainer gets rollouts, not {stream.name}"
-        entries = await self._source.get(stream, seqs)
+        try:
+            entries = await self._source.get(stream, seqs)
+        except LookupError as error:
+            raise UserError(f"A batch names a rollout that is not in the log: {error}.", RANGE) from None
         for entry in entries:
             try:
                 entry.message()
@@ -77,7 +81,4 @@ class ReplayBus(MemoryBus):
 
 
 def _unreadable(entry: Entry, error: MalformedMessage) -> UserError:
-    return UserError(
-        f"Entry {entry.seq} of the {entry.stream.name} is damaged: {error.reason}.",
-        "Replay another range with --from and --to, or take an undamaged copy of the recording.",
-    )
+    return UserError(f"Entry {entry.seq} of the {entry.stream.name} is damaged: {error.reason}.", RANGE)
