@@ -1,0 +1,329 @@
+"""A cluster in virtual time: the production controller decides, engines, rewards and the trainer are models.
+
+The controller's core is the real one, told the facts at the moments at which they would happen; so admission, pacing,
+the order of batches, masks and filters are those of a run. Prompts go one at a time to the workers that have room, in
+turn, as the log gives them out. What the log itself costs is left out: it is milliseconds where steps take seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.controller.config import ControllerConfig
+from actors.controller.core import ControllerCore
+from ops.plan.engine import Job, ModelEngine, OnUpdate
+from ops.plan.lengths import Lengths
+from ops.plan.speeds import Speeds
+from schemas import Batch, Scored
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is to be generated and trained. `growth`: the lengths at the end of the run, in those at its start.
+
+    `uninformative` is the share of groups whose rewards are all equal, which the filter `zero_variance` drops.
+    """
+
+    lengths: Lengths
+    controller: ControllerConfig
+    growth: float = 1.0
+    uninformative: float = 0.0
+    on_update: OnUpdate = "recompute"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """A trained step. Times in seconds since the start; tokens of responses, unless said otherwise.
+
+    `ages[k]` tokens were k versions old. `trained_tokens` counts prompts too and tokens that are masked, since they
+    cost time; `waited_s` is how long the trainer had nothing to do before it.
+    """
+
+    done_s: float
+    trained_tokens: int
+    response_tokens: int
+    masked_tokens: int
+    ages: Counter[int]
+    waited_s: float
+    training_s: float
+    publishing_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSeconds:
+    """What all engines together did until some moment, in engine-seconds; see `ModelEngine`."""
+
+    at_s: float
+    decode_s: float
+    prefill_s: float
+    update_s: float
+    steps: int
+    row_steps: int
+
+
+@dataclasses.dataclass
+class Course:
+    """What happened: `steps` in order, and after each of them what the engines had done.
+
+    `idle_why` counts by cause how often an engine ran empty. `dropped_tokens` were generated and never trained.
+    """
+
+    steps: list[StepRecord]
+    engines: list[EngineSeconds]
+    idle_why: Counter[str]
+    generated_tokens: int = 0
+    dropped_tokens: int = 0
+    in_flight_tokens: int = 0
+
+
+class Cluster:
+    """`engines` engines and a trainer of `train_devices` devices. `scale`: how many real samples each stands for.
+
+    With `ask_always` the core is asked after every event; without, only when its answer can have changed, which comes
+    to the same.
+    """
+
+    def __init__(
+        self,
+        speeds: Speeds,
+        workload: Workload,
+        engines: int,
+        train_devices: int,
+        steps: int,
+        seed: int = 0,
+        scale: int = 1,
+        ask_always: bool = False,
+    ) -> None:
+        config = workload.controller
+        self.speeds = speeds
+        self.workload = workload
+        self.steps = steps
+        self.scale = scale
+        self.train_devices = train_devices
+        # Admission ends with the last step; what is looked at must lie well before.
+        self.core = ControllerCore(config, steps + config.max_staleness + 2)
+        self.engines = [ModelEngine(speeds, workload.on_update) for _ in range(engines)]
+        self.course = Course([], [], Counter())
+        self.now_s = 0.0
+        self._always = ask_always
+        self._lengths = np.random.default_rng([seed, 1])
+        self._rewards = np.random.default_rng([seed, 2])
+        self._grouped: dict[int, tuple[list[int], bool]] = {}  # lengths of a group's samples; are its rewards equal?
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._due: list[float] = [math.inf] * engines  # when each engine is to be run
+        self._queue: deque[Job] = deque()
+        room = speeds.slots + max(1, speeds.slots // 8)  # as the production worker takes a few more than it decodes
+        self._room = [room] * engines
+        self._with_room: deque[int] = deque(range(engines))
+        self._samples: dict[tuple[int, int], Job] = {}  # finished, not yet trained
+        self._left: dict[int, int] = {}  # samples of a group that are still on their way
+        self._ready = 0  # complete groups
+        self._scored_seq = 0
+        self._reward_free = [0.0] * max(1, speeds.reward_parallel // scale)
+        self._batches: deque[Batch] = deque()
+        self._training = False
+        self._idle_since = 0.0
+
+    def run(self, progress: Callable[[int], None] = lambda step: None) -> Course:
+        """From version 0 until all steps are trained."""
+        self._new_version(0)
+        while len(self.course.steps) < self.steps:
+            self.now_s, _, happen = heapq.heappop(self._events)
+            before = len(self.course.steps)
+            happen()
+            if len(self.course.steps) != before:
+                progress(before + 1)
+        self.course.in_flight_tokens = sum(engine.in_flight for engine in self.engines) + sum(
+            job.length for job in self._samples.values()
+        )
+        return self.course
+
+    # --- time
+
+    def _at(self, when_s: float, happen: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (when_s, self._order, happen))
+
+    def _schedule(self, number: int) -> None:
+        """Run an engine when it is due; an earlier appointment is void."""
+        due_s = self.engines[number].next_s(self.now_s)
+        if due_s != self._due[number]:
+            self._due[number] = due_s
+            if due_s < math.inf:
+                self._at(due_s, lambda: self._run_engine(number, due_s))
+
+    def _run_engine(self, number: int, due_s: float) -> None:
+        if self._due[number] != due_s:
+            return
+        self._due[number] = math.inf
+        engine = self.engines[number]
+        for job in engine.run(self.now_s):
+            self.course.generated_tokens += job.length
+            if self._room[number] == 0:
+                self._with_room.append(number)
+            self._room[number] += 1
+            self._reward(job)
+        self._hand_out()
+        if not engine.running and not engine.waiting:
+            self.course.idle_why[self._why_no_prompts()] += 1
+        self._schedule(number)
+
+    # --- prompts
+
+    def _admit(self, group_id: int, indices: tuple[int, ...], min_version: int) -> None:
+        lengths, _ = self._group(group_id)
+        self._left[group_id] = len(lengths)
+        for index in indices:
+            self._queue.append(Job(group_id, index, self.workload.lengths.prompt, lengths[index], min_version))
+
+    def _group(self, group_id: int) -> tuple[list[int], bool]:
+        if group_id not in self._grouped:
+            config, workload = self.workload.controller, self.workload
+            share = min(1.0, group_id / (self.steps * config.batch_groups))
+            lengths = workload.lengths.draw(self._lengths, config.group_size) * (1 + (workload.growth - 1) * share)
+            equal = bool(self._rewards.random() < workload.uninformative)
+            self._grouped[group_id] = np.clip(lengths, 1, workload.lengths.longest).astype(int).tolist(), equal
+        return self._grouped[group_id]
+
+    def _hand_out(self) -> None:
+        touched = set()
+        while self._queue and self._with_room:
+            number = self._with_room.popleft()
+            self.engines[number].give(self._queue.popleft())
+            self._room[number] -= 1
+            if self._room[number]:
+                self._with_room.append(number)
+            touched.add(number)
+        for number in sorted(touched):
+            self._schedule(number)
+
+    def _why_no_prompts(self) -> str:
+        core = self.core
+        if len(core.live) + core.next_step * core.config.batch_groups >= core.bound:
+            return "staleness bound"
+        return "pace"
+
+    # --- rewards
+
+    def _reward(self, job: Job) -> None:
+        if not self.speeds.reward_s:
+            self._scored(job)
+            return
+        sigma = self.speeds.reward_sigma
+        took_s = self.speeds.reward_s * math.exp(sigma * self._rewards.standard_normal() - sigma * sigma / 2)
+        done_s = max(self.now_s, heapq.heappop(self._reward_free)) + took_s
+        heapq.heappush(self._reward_free, done_s)
+        self._at(done_s, lambda: self._scored(job))
+
+    def _scored(self, job: Job) -> None:
+        group_id, core = job.group_id, self.core
+        if group_id not in core.live:
+            self.course.dropped_tokens += job.length
+            return
+        self._samples[group_id, job.index] = job
+        self._scored_seq += 1
+        equal = self._group(group_id)[1]
+        core.saw_scored(
+            self._scored_seq,
+            Scored(
+                group_id=group_id,
+                index=job.index,
+                group_size=core.config.group_size,
+                rollout_seq=self._scored_seq,
+                prompt_length=job.prompt,
+                segments=job.segments,
+                finish="stop",
+                verdict="scored",
+                reward=1.0 if equal else float(job.index % 2),
+            ),
+        )
+        self._left[group_id] -= 1
+        if self._left[group_id] == 0:
+            self._ready += 1
+        if self._always or (self._left[group_id] == 0 and self._may_decide(equal)):
+            self._decide()
+
+    # --- decisions
+
+    def _may_decide(self, equal: bool) -> bool:
+        """Whether a group that became complete can change what the core decides: it is filtered, or fills a batch."""
+        core = self.core
+        if equal and core.config.filter == "zero_variance":
+            return True
+        return self._ready >= core.config.batch_groups and core.newest_version >= core.next_step - 1
+
+    def _decide(self) -> None:
+        core = self.core
+        core.unbegun_prompts = len(self._queue)
+        while decision := core.decide():
+            for admission in decision.admissions:
+                self._admit(admission.group_id, admission.indices, admission.min_version)
+            for dropped in decision.drops:
+                self._forget(dropped.group_id, dropped.index)
+            if decision.batch is not None:
+                self._batches.append(decision.batch)
+            if decision.drops or decision.batch is not None:
+                self._ready = core.ready_groups
+            self._hand_out()
+            core.unbegun_prompts = len(self._queue)
+        self._train()
+
+    def _forget(self, group_id: int, index: int) -> None:
+        job = self._samples.pop((group_id, index), None)
+        if job is not None:
+            self.course.dropped_tokens += job.length
+        self._grouped.pop(group_id, None)
+
+    # --- training
+
+    def _train(self) -> None:
+        if self._training or not self._batches:
+            return
+        self._training = True
+        batch = self._batches.popleft()
+        keys = zip(batch.group_ids.tolist(), batch.indices.tolist(), strict=True)
+        jobs = [self._samples.pop(key) for key in keys]
+        ages: Counter[int] = Counter()
+        for job in jobs:
+            for version, count in job.segments:
+                ages[batch.step - version] += count
+        for group_id in set(batch.group_ids.tolist()):
+            self._grouped.pop(group_id, None)
+        response = sum(ages.values())
+        tokens = response + sum(job.prompt for job in jobs)
+        masked = sum(count for age, count in ages.items() if age > batch.max_staleness)
+        training_s = self.speeds.train_s(tokens * self.scale, self.train_devices)
+        waited_s = self.now_s - self._idle_since
+        done_s = self.now_s + training_s + self.speeds.publish_s
+        record = StepRecord(done_s, tokens, response, masked, ages, waited_s, training_s, self.speeds.publish_s)
+        self._at(done_s, lambda: self._trained(record, batch.step + 1))
+
+    def _trained(self, record: StepRecord, version: int) -> None:
+        self._training = False
+        self._idle_since = self.now_s
+        self.course.steps.append(record)
+        self.course.engines.append(
+            EngineSeconds(
+                self.now_s,
+                sum(engine.decode_s for engine in self.engines),
+                sum(engine.prefill_s for engine in self.engines),
+                sum(engine.update_s for engine in self.engines),
+                sum(engine.steps for engine in self.engines),
+                sum(engine.row_steps for engine in self.engines),
+            )
+        )
+        self._new_version(version)
+
+    def _new_version(self, version: int) -> None:
+        for number, engine in enumerate(self.engines):
+            engine.update(version)
+            self._schedule(number)
+        self.core.saw_weights(version)
+        self._decide()
