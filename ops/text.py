@@ -40,6 +40,25 @@ class HfTokenizer:
         """The text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text that each token adds where it stands; joined they are the decoded text, special tokens included.
+
+        Of the tokens that share a character all but the last are empty; a character that never ends is `\ufffd`.
+        """
+        pieces: list[str] = []
+        told, known = 0, 0  # decoded from `told` on, since a word's beginning shows only behind another word
+        for end in range(1, len(tokens) + 1):
+            text = self._decoded(tokens[told:end])
+            if text.endswith("\ufffd") and end < len(tokens):
+                pieces.append("")
+                continue
+            pieces.append(text[len(self._decoded(tokens[told:known])) :])
+            told, known = known, end
+        return pieces
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False)) if len(tokens) else ""
+
     def stop_token_ids(self, stop: Sequence[str], model_eos: int | Sequence[int] | None) -> tuple[int, ...]:
         """Ids that end an answer: the model's and the tokenizer's end of sequence, and the tokens named in `stop`.
 
@@ -67,3 +86,11 @@ class HfTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"The tokenizer of {self._path} has no end-of-sequence token.", "Set its eos_token.")
         return int(self._tokenizer.eos_token_id)
+
+
+def visible(text: str) -> str:
+    """Text on one line, in which line ends, tabs, control characters and blanks that stand alone can be seen."""
+    if text.strip(" ") == "":
+        return "·" * len(text)
+    marks = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+    return "".join(marks.get(char, char if char.isprintable() else f"\\x{ord(char):02x}") for char in text)

@@ -9,6 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.replay.changes import Changes, Rebatcher, read_changes
 from ops.replay.compare import CAVEAT, ComparedStep, largest_difference, plot_comparison, print_comparison
 from ops.replay.console import open_console
-from ops.replay.history import History, check_range, read_history
+from ops.replay.history import History, Phase, check_range, read_history
 from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.trainer import replay_trainer
 from schemas import StepDone, UserError, WeightVersion
@@ -168,13 +169,7 @@ async def replay_log(
             pool = await stack.enter_async_context(reward_pool(phases[-1].recipe))
         bound = phases[-1].recipe.controller.max_staleness if changes.max_staleness else None
         rebatch = Rebatcher(source, start, bound, pool)
-        checkpoint = await asyncio.to_thread(_checkpoint, source, start)
-        if checkpoint is not None:
-            phases = [
-                dataclasses.replace(phase, start=max(phase.start, checkpoint[0]))
-                for phase in phases
-                if phase.stop > checkpoint[0]
-            ]
+        phases, checkpoint = await asyncio.to_thread(phases_from, source, phases, start)
         await replay_trainer(
             source,
             phases,
@@ -215,13 +210,22 @@ async def check_replay(source: LogSource) -> Check:
     return check
 
 
-def _checkpoint(source: LogSource, start: int) -> tuple[int, dict[str, Any]] | None:
-    """The learner's state at or before version `start`, if the run's folder still holds a checkpoint of then."""
-    if start == 0 or not isinstance(source, RunLog):
-        return None
+def phases_from(
+    source: LogSource, phases: Sequence[Phase], version: int
+) -> tuple[list[Phase], tuple[int, dict[str, Any]] | None]:
+    """What is left of `phases` behind the newest checkpoint at or before `version`, and that checkpoint.
+
+    Only a run's folder holds checkpoints, the newest few; without one all is left, and it begins at version 0.
+    """
     from actors.trainer.checkpoint import load_newest
 
-    return load_newest(source.folder / "checkpoints", at_most=start)
+    checkpoint = None
+    if version > 0 and isinstance(source, RunLog):
+        checkpoint = load_newest(source.folder / "checkpoints", at_most=version)
+    if checkpoint is None:
+        return list(phases), None
+    left = [replace(phase, start=max(phase.start, checkpoint[0])) for phase in phases if phase.stop > checkpoint[0]]
+    return left or [replace(phases[-1], start=checkpoint[0])], checkpoint
 
 
 def _claim(out: Path) -> None:
