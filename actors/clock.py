@@ -6,12 +6,10 @@ Which clock holds is a context variable: a task takes it from whoever started it
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Final, Protocol
 
@@ -80,11 +78,6 @@ def process() -> str:
     return _current.get().process()
 
 
-@contextlib.contextmanager
-def using(clock: Clock) -> Iterator[None]:
-    """Tasks started inside read this clock."""
-    token = _current.set(clock)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def use(clock: Clock) -> None:
+    """From now on, whatever runs in this context reads this clock."""
+    _current.set(clock)

@@ -366,10 +366,7 @@ class MemoryBus:
 
     async def backlog(self, consumer: Consumer) -> ConsumerInfo:
         """What waits for the consumer's workers."""
-        queue = self._queue(consumer)
-        pending = sum(1 for _ in itertools.takewhile(lambda seq: seq >= queue.next_seq, reversed(queue.log.entries)))
-        again = sum(given.deliveries > 1 for given in queue.given.values())
-        return ConsumerInfo(pending, len(queue.given), again, queue.ack_wait_s)
+        return self._backlog(consumer)
 
     async def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
         """Take the lease if it is free; returns its revision."""
@@ -420,6 +417,12 @@ class MemoryBus:
 
     def _queue(self, consumer: Consumer) -> _Queue:
         return self._state().queues[consumer.name]
+
+    def _backlog(self, consumer: Consumer) -> ConsumerInfo:
+        queue = self._queue(consumer)
+        pending = sum(1 for _ in itertools.takewhile(lambda seq: seq >= queue.next_seq, reversed(queue.log.entries)))
+        again = sum(given.deliveries > 1 for given in queue.given.values())
+        return ConsumerInfo(pending, len(queue.given), again, queue.ack_wait_s)
 
     def _place(self, message: Message, place: int) -> None:
         """Store a message at a place of its stream, where it may stand already if this client wrote it."""

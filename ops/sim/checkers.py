@@ -1,0 +1,323 @@
+"""Holds a simulated run to the invariants, at each entry that the log stores and once more at the end.
+
+It sees the whole world at once, which no actor can, and computes everything again: each token from the weights that its
+tag names, each version from the batches before it. Of the production code it uses only the messages; at the end the
+log must also pass `ops.invariants`, so that the audit is held to the same truth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from actors.trainer.samples import TrainSample
+from bus.memory import MemoryHub
+from bus.port import Entry
+from bus.table import BATCHES, CONTROL, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from ops.findings import Rules
+from ops.invariants import READ_ORDER, Auditor
+from ops.sim.fakes import (
+    FIRST_STATE,
+    Disk,
+    bytes_of,
+    digest_of,
+    length_of,
+    next_state,
+    prompt_tokens_of,
+    reward_of,
+    token_of,
+)
+from ops.sim.world import RUN, World
+from schemas import Batch, Control, Dropped, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion
+
+Key = tuple[int, int]  # (group id, index) of a sample
+
+
+class Checker:
+    """Watches the log of a world; what it finds goes to `World.violate`, what it sees to `World.count`."""
+
+    def __init__(self, world: World, disk: Disk) -> None:
+        self.world = world
+        self.disk = disk
+        self.rules = world.scenario
+        self.newest = -1
+        self.digests: list[str] = []  # of the weight file, by version
+        self.state = FIRST_STATE  # that a learner must have after the steps so far
+        self.prompts: dict[Key, Prompt] = {}
+        self.group_ends: dict[int, int] = {}  # samples of a group that were dropped
+        self.ended_groups = 0  # whose samples were all dropped
+        self.rollouts: dict[int, Rollout] = {}  # by sequence
+        self.verdicts: dict[Key, Scored] = {}
+        self.batches: list[Batch] = []
+        self.trained: dict[Key, int] = {}  # -> step
+        self.dropped: dict[Key, str] = {}  # -> reason
+        self.partials: dict[Key, Partial] = {}
+        self.steps = 0
+        self.ended = False
+        self._tokens_ok: dict[Key, tuple[Any, ...]] = {}
+        self._on: dict[str, Callable[[Entry, Any], None]] = {
+            PROMPTS.name: self._prompt,
+            PARTIALS.name: self._partial,
+            ROLLOUTS.name: self._rollout,
+            SCORED.name: self._scored,
+            BATCHES.name: self._batch,
+            DROPPED.name: self._drop,
+            WEIGHTS.name: self._weights,
+            STEPS.name: self._step,
+            CONTROL.name: self._control,
+        }
+
+    def stored(self, entry: Entry) -> None:
+        """An entry was stored."""
+        check = self._on.get(entry.stream.name)
+        if check is not None:
+            check(entry, entry.message())
+
+    def _hold(self, invariant: str, promise: bool, what: str) -> None:
+        if not promise:
+            self.world.violate(invariant, what)
+
+    # ---- admission
+
+    def _prompt(self, entry: Entry, prompt: Prompt) -> None:
+        key = prompt.group_id, prompt.index
+        self._hold("I3", key not in self.prompts, f"sample {prompt.sample_id} is admitted twice")
+        first = prompt.group_id not in self.group_ends
+        self.prompts[key] = prompt
+        self._hold(
+            "I1",
+            prompt.min_version <= self.newest,
+            f"{prompt.sample_id} asks for version {prompt.min_version}, the newest is {self.newest}",
+        )
+        if first:
+            self.group_ends[prompt.group_id] = 0
+            at_work = len(self.group_ends) - self.ended_groups
+            bound = (self.rules.max_staleness + self.newest + 1) * self.rules.batch_groups
+            self._hold(
+                "I6", at_work <= bound, f"group {prompt.group_id} makes {at_work} live or trained; the bound is {bound}"
+            )
+
+    # ---- tokens
+
+    def _true_tokens(self, what: str, key: Key, message: Rollout | Partial) -> None:
+        """I5: each token and logprob is what the version in its tag gives at its place."""
+        prompt = self.prompts.get(key)
+        if prompt is None:
+            self.world.violate("I5", f"{what} {message.sample_id} was never admitted")
+            return
+        place = 0
+        tokens, logprobs = message.tokens.tolist(), message.logprobs.tolist()
+        for version, count in message.segments:
+            if not prompt.min_version <= version <= self.newest:
+                self.world.violate(
+                    "I5", f"{what} {message.sample_id} has tokens of {version}, not {prompt.min_version}..{self.newest}"
+                )
+                return
+            for at in range(place, place + count):
+                if (tokens[at], logprobs[at]) != token_of(prompt.seed, at, self.digests[version]):
+                    self.world.violate("I5", f"{what} {message.sample_id}: version {version} did not make token {at}")
+                    return
+            place += count
+        versions = [version for version, _ in message.segments]
+        self._hold("I5", versions == sorted(versions), f"{what} {message.sample_id} goes back in version: {versions}")
+
+    def _partial(self, entry: Entry, partial: Partial) -> None:
+        key = partial.group_id, partial.index
+        self._true_tokens("partial", key, partial)
+        self.partials[key] = partial
+
+    def _rollout(self, entry: Entry, rollout: Rollout) -> None:
+        key = rollout.group_id, rollout.index
+        self.rollouts[entry.seq] = rollout
+        self._true_tokens("rollout", key, rollout)
+        if (prompt := self.prompts.get(key)) is None:
+            return
+        length = min(length_of(prompt.seed, self.rules.mean_tokens), self.rules.max_new_tokens)
+        self._hold("I5", len(rollout.tokens) == length, f"{rollout.sample_id} ends after {len(rollout.tokens)} tokens")
+        same = tuple(rollout.prompt_tokens.tolist()) == prompt_tokens_of(prompt.prompt) and rollout.task == prompt.task
+        self._hold("log", same, f"rollout {rollout.sample_id} is of another prompt")
+        if rollout.resumed:
+            self.world.count("a partial answer was continued by another worker")
+        if len(rollout.segments) > 1:
+            self.world.count("an answer of several versions")
+
+    def _scored(self, entry: Entry, scored: Scored) -> None:
+        key = scored.group_id, scored.index
+        rollout = self.rollouts.get(scored.rollout_seq)
+        if rollout is None or (rollout.group_id, rollout.index) != key:
+            self.world.violate("log", f"the verdict on {scored.sample_id} names rollouts {scored.rollout_seq}")
+            return
+        self._hold(
+            "log", scored.segments == rollout.segments, f"the verdict on {scored.sample_id} tells other segments"
+        )
+        if scored.verdict == "scored":
+            want = reward_of(rollout.task, rollout.tokens.tolist())
+            self._hold("log", scored.reward == want, f"{scored.sample_id} is worth {want}, not {scored.reward}")
+        if key in self.verdicts:
+            self.world.count("a second verdict on a sample")
+        self.verdicts.setdefault(key, scored)
+
+    # ---- ends
+
+    def _batch(self, entry: Entry, batch: Batch) -> None:
+        step, rules = len(self.batches), self.rules
+        self._hold("I3", batch.step == step, f"batch {batch.step} stands where batch {step} must")
+        self._hold("I3", entry.seq == step + 1, f"batch {step} stands at {entry.seq}")
+        self._hold("I1", batch.max_staleness == rules.max_staleness, f"batch {step} allows η = {batch.max_staleness}")
+        groups = set(batch.group_ids.tolist())
+        self._hold("log", len(groups) == rules.batch_groups, f"batch {step} has {len(groups)} groups")
+        ended_here = {tuple(map(int, name.split("-"))) for name, *_ in batch.dropped}
+        for key, seq, reward in zip(
+            self._keys(batch), batch.rollout_seqs.tolist(), batch.rewards.tolist(), strict=True
+        ):
+            name = f"{key[0]}-{key[1]}"
+            self._hold("I3", key not in self.trained, f"step {step} trains {name} again")
+            self._hold("I3", key not in self.dropped and key not in ended_here, f"step {step} trains {name}: dropped")
+            self.trained[key] = step
+            rollout, verdict = self.rollouts.get(seq), self.verdicts.get(key)
+            if rollout is None or verdict is None or (rollout.group_id, rollout.index) != key:
+                self.world.violate("log", f"step {step} trains {name} from rollouts {seq}, which is not it")
+                continue
+            self._hold(
+                "log", reward == verdict.reward, f"step {step} trains {name} with {reward}, not {verdict.reward}"
+            )
+            self._ages(step, name, rollout)
+        for group in sorted(groups):
+            size = rules.group_size
+            open_ = [
+                i for i in range(size) if not {(group, i)} & (self.trained.keys() | self.dropped.keys() | ended_here)
+            ]
+            self._hold("I2", not open_, f"step {step} forgets samples {open_} of group {group}")
+        self.batches.append(batch)
+
+    def _ages(self, step: int, name: str, rollout: Rollout) -> None:
+        eta = self.rules.max_staleness
+        for version, count in rollout.segments:
+            age = step - version
+            self._hold("I1", age >= 0, f"step {step} trains {count} tokens of {name} of the later version {version}")
+            if age > eta:
+                self.world.count("tokens were masked for their age")
+                self._hold("I1", self.rules.on_stale == "mask", f"step {step} has tokens of {name} that are {age} old")
+                self._hold("I1", eta > 0, f"η is 0 and step {step} has tokens of {name} of version {version}")
+            elif age == eta:
+                self.world.count("a token as old as the bound allows")
+
+    def _drop(self, entry: Entry, dropped: Dropped) -> None:
+        key = dropped.group_id, dropped.index
+        name = dropped.sample_id
+        self._hold("I2", dropped.group_id in self.group_ends, f"{name} is dropped and was never admitted")
+        self._hold("I3", key not in self.trained, f"{name} is dropped ({dropped.reason}) and trained")
+        if key in self.dropped:
+            self.world.count("a second drop of a sample")
+            return
+        self.world.count(f"dropped: {dropped.reason}")
+        self._hold("I1", dropped.reason != "stale" or self.rules.on_stale != "wait", f"{name} waited and was dropped")
+        self.dropped[key] = dropped.reason
+        if dropped.group_id in self.group_ends:
+            self.group_ends[dropped.group_id] += 1
+            self.ended_groups += self.group_ends[dropped.group_id] == self.rules.group_size
+
+    # ---- training
+
+    def _weights(self, entry: Entry, event: WeightVersion) -> None:
+        version = self.newest + 1
+        self._hold("I4", event.version == version, f"version {event.version} is published after {self.newest}")
+        self._hold("I4", entry.seq == event.version + 1, f"version {event.version} stands at {entry.seq}")
+        self._hold("I4", event.path in self.disk.weights, f"version {event.version} is announced before its bytes")
+        contents = self.disk.weights.get(event.path, "")
+        self._hold("I4", digest_of(contents) == event.digest, f"version {event.version} has other bytes than announced")
+        if version > 0:
+            if len(self.batches) < version:
+                self.world.violate("I7", f"version {version} is published before batch {version - 1} is formed")
+                return
+            self.state = next_state(self.state, version - 1, self._samples(self.batches[version - 1]))
+        self._hold("I7", contents == bytes_of(version, self.state), f"version {version} is not what the log gives")
+        self.newest = event.version
+        self.digests.append(event.digest)
+
+    def _samples(self, batch: Batch) -> list[TrainSample]:
+        """What the step of a batch must be given."""
+        samples = []
+        for key, seq, reward in zip(
+            self._keys(batch), batch.rollout_seqs.tolist(), batch.rewards.tolist(), strict=True
+        ):
+            rollout = self.rollouts[seq]
+            versions = list(itertools.chain.from_iterable([version] * count for version, count in rollout.segments))
+            fresh = [batch.step - version <= self.rules.max_staleness for version in versions]
+            samples.append(
+                TrainSample(
+                    f"{key[0]}-{key[1]:06d}",
+                    key[0],
+                    rollout.prompt_tokens,
+                    rollout.tokens,
+                    rollout.logprobs,
+                    np.array(fresh, np.bool_),
+                    reward,
+                )
+            )
+        return samples
+
+    def _step(self, entry: Entry, done: StepDone) -> None:
+        self._hold("I3", done.step == self.steps == entry.seq - 1, f"step {done.step} stands at {entry.seq}")
+        self._hold("I4", self.newest >= done.version == done.step + 1, f"step {done.step} made {done.version}")
+        ages: Counter[int] = Counter()
+        for sample in self._samples(self.batches[done.step]):
+            rollout = self.rollouts[self._seq_of(done.step, sample)]
+            for version, count in rollout.segments:
+                if done.step - version <= self.rules.max_staleness:
+                    ages[done.step - version] += count
+        told = {age: count for age, count in enumerate(done.staleness.tolist()) if count}
+        self._hold("I1", told == dict(ages), f"step {done.step} tells ages {told}, they are {dict(ages)}")
+        self.steps += 1
+
+    def _seq_of(self, step: int, sample: TrainSample) -> int:
+        group, index = map(int, sample.sample_id.split("-"))
+        batch = self.batches[step]
+        at = self._keys(batch).index((group, index))
+        return int(batch.rollout_seqs[at])
+
+    def _control(self, entry: Entry, control: Control) -> None:
+        if control.action == "stop":
+            self._hold("I8", self.newest >= self.rules.steps, f"the end is announced at version {self.newest}")
+            self.ended = True
+
+    @staticmethod
+    def _keys(batch: Batch) -> list[Key]:
+        return list(zip(batch.group_ids.tolist(), batch.indices.tolist(), strict=True))
+
+    # ---- the end
+
+    def finish(self, hub: MemoryHub) -> None:
+        """The run is over and all processes have ended."""
+        steps = self.rules.steps
+        self._hold("I8", self.ended, "all processes ended, the run did not")
+        self._hold("I4", self.newest == steps, f"the run ended at version {self.newest} of {steps}")
+        self._hold("I3", len(self.batches) == steps, f"the run ended with {len(self.batches)} batches of {steps}")
+        self._hold("I3", self.steps == steps, f"the run ended with {self.steps} steps done of {steps}")
+        for key in self.prompts:
+            self._hold("I2", key in self.trained or key in self.dropped, f"{key[0]}-{key[1]} has no end")
+        good = bool(self.disk.exported) and set(self.disk.exported) == {self.state}
+        self._hold("I7", good, f"the exported model is not that of the last step: {self.disk.exported}")
+        self._audit(hub)
+
+    def _audit(self, hub: MemoryHub) -> None:
+        rules = Rules(0.0, self.rules.max_staleness, self.rules.batch_groups, self.rules.steps)
+
+        def digest(event: WeightVersion) -> str | None:
+            contents = self.disk.weights.get(event.path)
+            return None if contents is None else digest_of(contents)
+
+        auditor = Auditor(lambda control, time_s: rules, digest)
+        for stream in READ_ORDER:
+            for entry in hub.runs[RUN].logs[stream.name].entries.values():
+                auditor.feed(entry)
+        report = auditor.report()
+        self._hold("audit", report.ended, "the audit holds that the run has not ended")
+        self._hold("audit", not report.totals.get("malformed entries"), "the audit met malformed entries")
+        for check in report.checks:
+            for example in check.examples[:1]:
+                self.world.violate("audit", f"{check.name}: {example}")

@@ -1,0 +1,118 @@
+"""The faults that strike at some time: whole processes, their connections, the server, the user."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.memory import MemoryBus
+from bus.table import BATCHES, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from ops.sim.scenario import TIMED
+from ops.sim.world import RUN, Process, World
+from schemas import Control
+
+if TYPE_CHECKING:
+    from ops.sim.run import _Launcher
+
+FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
+CAN_FILL: Final = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED)
+
+
+class Nemesis:
+    """Strikes at the processes of a launcher until the scenario's quiet time."""
+
+    def __init__(self, world: World, launcher: _Launcher) -> None:
+        self._world = world
+        self._launcher = launcher
+        self._strikes: dict[str, Callable[[random.Random, Process], None]] = {
+            "kill": self._kill,
+            "term": self._term,
+            "stall": self._stall,
+            "partition": self._partition,
+            "restart": self._restart,
+            "full": self._full,
+            "clock": self._clock,
+            "pause": self._pause,
+            "drain": self._drain,
+        }
+
+    def works(self) -> list[Coroutine[Any, Any, None]]:
+        """One for each kind that is in the scenario."""
+        faults = self._world.scenario.faults
+        return [self._strike_at_times(kind, faults[kind]) for kind in TIMED if kind in faults]
+
+    async def _strike_at_times(self, kind: str, rate: float) -> None:
+        dice = self._world.dice(f"fault/{kind}")
+        while True:
+            await asyncio.sleep(dice.expovariate(rate))
+            if self._world.quiet:
+                return
+            target = dice.random()
+            alive = self._launcher.alive
+            if alive and self._world.strikes(kind):
+                self._strikes[kind](dice, alive[int(target * len(alive))])
+
+    def _while_s(self, dice: random.Random, mean_s: float) -> float:
+        """How long a fault lasts; none outlasts the quiet time by much."""
+        left_s = self._world.scenario.quiet_s - self._world.loop.time()
+        return min(dice.expovariate(1 / mean_s), left_s)
+
+    def _kill(self, dice: random.Random, process: Process) -> None:
+        self._world.kill(process)
+
+    def _term(self, dice: random.Random, process: Process) -> None:
+        self._world.note("told to stop", process)
+        process.stop.set()
+
+    def _stall(self, dice: random.Random, process: Process) -> None:
+        if process.stopped:
+            return
+        process.stopped = True
+        self._world.note("stopped by SIGSTOP", process)
+        succeeded = dice.random() < 0.5
+        self._world.later(self._while_s(dice, 6.0), self._go_on, process)
+        if succeeded:
+            self._world.later(dice.expovariate(1.0), self._launcher.succeed, process)
+
+    def _go_on(self, process: Process) -> None:
+        if not process.dead:
+            self._world.note("goes on", process)
+            process.go_on()
+
+    def _partition(self, dice: random.Random, process: Process) -> None:
+        process.cut_until_s = self._world.loop.time() + self._while_s(dice, dice.choice((0.5, 5.0, 30.0)))
+        self._world.note(f"is cut off until {process.cut_until_s:.3f}", process)
+
+    def _restart(self, dice: random.Random, process: Process) -> None:
+        world = self._world
+        now_s = world.loop.time()
+        world.server_down_until_s = now_s + dice.uniform(0.02, 2.0)
+        for queue in world.hub.runs[RUN].queues.values():
+            for _ in range(queue.forget_since(now_s - FORGOTTEN_S)):
+                world.count("an acknowledgement was forgotten")
+
+    def _full(self, dice: random.Random, process: Process) -> None:
+        stream = dice.choice(CAN_FILL).name
+        self._world.hub.full.add(stream)
+        self._world.note(f"{stream} is full")
+        self._world.later(self._while_s(dice, 2.0), self._make_room, stream)
+
+    def _make_room(self, stream: str) -> None:
+        self._world.note(f"{stream} has room again")
+        self._world.hub.full.discard(stream)
+
+    def _clock(self, dice: random.Random, process: Process) -> None:
+        process.clock.skew_s += dice.gauss(0.0, 1000.0)
+
+    def _pause(self, dice: random.Random, process: Process) -> None:
+        nonce = f"{self._world.loop.time():.6f}"
+        self._publish(Control(action="pause", nonce=nonce))
+        self._world.later(self._while_s(dice, 2.0), self._publish, Control(action="resume", nonce=nonce))
+
+    def _publish(self, control: Control) -> None:
+        self._world.loop.create_task(MemoryBus(RUN, self._world.hub).publish(control), context=self._world.context)
+
+    def _drain(self, dice: random.Random, process: Process) -> None:
+        self._launcher.drain("the user wants it")

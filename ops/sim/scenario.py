@@ -1,0 +1,186 @@
+"""What one simulated run is made of, all of it drawn from one seed; printed as one line of JSON and read from one.
+
+Swarm testing: each kind of fault is in a run or not at all, since a run in which everything fails at every moment never
+gets to the states in which one rare fault does harm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from schemas import UserError
+
+OnStale: TypeAlias = Literal["mask", "drop", "wait"]
+Filter: TypeAlias = Literal["none", "zero_variance"]
+OnUpdate: TypeAlias = Literal["recompute", "keep", "drain"]
+
+# Faults that strike at some time, by mean strikes a virtual second.
+TIMED: Final[dict[str, str]] = {
+    "kill": "kill -9 of a process, started again later",
+    "term": "SIGTERM of a process, started again later",
+    "stall": "SIGSTOP of a process, maybe with a successor beside it when it goes on",
+    "partition": "a process that reaches the log no more for a while",
+    "restart": "the server is killed: all connections lost, the last acknowledgements forgotten",
+    "full": "a stream refuses; the operator makes room and resumes the run",
+    "clock": "the wall clock of a process is set",
+    "pause": "the user pauses the run and resumes it",
+    "drain": "the user stops the run in order and resumes it",
+}
+# Faults that strike at a call, by probability.
+AT_CALL: Final[dict[str, str]] = {
+    "crash_before": "a process dies at a call to the log, before its effect",
+    "crash_after": "a process dies at a call to the log, after its effect",
+    "lost_answer": "the log does what was asked, its answer is lost",
+    "slow_call": "a call to the log takes long",
+    "lost_ack": "the acknowledgement of a delivery is lost",
+    "duplicate": "a delivery is given out again at once",
+    "reorder": "deliveries come in another order",
+    "stale_read": "a lagging replica answers",
+    "crash_at_disk": "a process dies in a thread, before or after its effect",
+    "slow_disk": "a call in a thread takes long",
+    "torn_save": "a process dies in the midst of saving a checkpoint",
+    "reward_fails": "the reward of a sample ends in a timeout, an error, or no number",
+}
+FAULTS: Final = TIMED | AT_CALL
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run: the recipe, the machines, what strikes.
+
+    Times are virtual seconds, means of exponential draws where the world needs many. From `quiet_s` on nothing strikes
+    any more. `faults` maps kinds to rates (see `TIMED`, `AT_CALL`). `only` names the single faults that may strike,
+    `"<kind>:<n-th of its kind>"`; None lets all.
+    """
+
+    seed: int
+    steps: int = 4
+    max_staleness: int = 1
+    batch_groups: int = 2
+    group_size: int = 2
+    on_stale: OnStale = "mask"
+    filter: Filter = "none"
+    pace: bool = True
+    partial_every: int = 0
+    slots: int = 4
+    on_update: OnUpdate = "recompute"
+    max_new_tokens: int = 24
+    mean_tokens: int = 6
+    checkpoint_every: int = 2
+    keep_checkpoints: int = 2
+    keep_versions: int = 2
+    workers: int = 2
+    rewarders: int = 1
+    controllers: int = 1
+    trainers: int = 1
+    shared: bool = True  # controllers and reward workers in one process
+    equal_share: float = 0.0  # of groups whose rewards are all equal
+    token_s: float = 0.03
+    reward_s: float = 0.1
+    train_s: float = 0.2
+    swap_s: float = 0.05
+    network_s: float = 0.003
+    disk_s: float = 0.01
+    ack_wait_s: float = 3.0
+    dedupe_window_s: float = 120.0
+    restart_s: float = 0.5
+    quiet_s: float = 20.0
+    faults: dict[str, float] = dataclasses.field(default_factory=dict)
+    only: tuple[str, ...] | None = None
+
+    def to_json(self) -> str:
+        """One line; what is as by default is left out."""
+        default = Scenario(self.seed)
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "seed" or getattr(self, field.name) != getattr(default, field.name)
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Scenario:
+        """The scenario in a line of JSON. Raises `UserError`."""
+        remedy = "Copy the line that `rollstream sim` printed."
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.get("only") is not None:
+                fields["only"] = tuple(fields["only"])
+            scenario = cls(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"This is no scenario: {error}.", remedy) from None
+        if unknown := [kind for kind in scenario.faults if kind not in FAULTS]:
+            raise UserError(f"There is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}.", remedy)
+        return scenario
+
+
+class Dice:
+    """Random streams by name, all from one seed: what one part of the world draws does not shift another's."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._streams: dict[str, random.Random] = {}
+
+    def __call__(self, name: str) -> random.Random:
+        """The stream of this name."""
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = random.Random(f"{self._seed}/{name}")
+        return stream
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    dice = Dice(seed)
+    recipe, speed, faults = dice("scenario/recipe"), dice("scenario/speed"), dice("scenario/faults")
+    group_size = recipe.choice((1, 2, 2, 3, 4))
+    return Scenario(
+        seed=seed,
+        steps=recipe.randint(3, 6),
+        max_staleness=recipe.choice((0, 0, 1, 1, 2, 3, 4, 8)),
+        batch_groups=recipe.randint(1, 4),
+        group_size=group_size,
+        on_stale=recipe.choice(get_args(OnStale)),
+        filter="none" if group_size == 1 else recipe.choice(get_args(Filter)),
+        pace=recipe.random() < 0.6,
+        partial_every=recipe.choice((0, 1, 2, 4, 8)),
+        slots=recipe.choice((1, 2, 4, 8)),
+        on_update=recipe.choice(get_args(OnUpdate)),
+        max_new_tokens=recipe.choice((4, 12, 24, 40)),
+        mean_tokens=recipe.choice((2, 4, 8)),
+        checkpoint_every=recipe.randint(1, 4),
+        keep_checkpoints=recipe.randint(1, 3),
+        keep_versions=recipe.randint(1, 4),
+        workers=recipe.choice((1, 1, 2, 2, 3, 4)),
+        rewarders=recipe.choice((1, 1, 2)),
+        controllers=recipe.choice((1, 1, 2)),
+        trainers=recipe.choice((1, 1, 1, 2)),
+        shared=recipe.random() < 0.5,
+        equal_share=recipe.choice((0.0, 0.0, 0.3, 0.6)),
+        token_s=speed.choice((0.01, 0.03, 0.1)),
+        reward_s=speed.choice((0.01, 0.1, 0.5)),
+        train_s=speed.choice((0.02, 0.2, 1.0)),
+        swap_s=speed.choice((0.01, 0.1, 0.5)),
+        network_s=speed.choice((0.0005, 0.003, 0.02)),
+        disk_s=speed.choice((0.001, 0.01, 0.1)),
+        ack_wait_s=speed.choice((1.0, 3.0, 6.0)),
+        dedupe_window_s=speed.choice((0.5, 3.0, 120.0)),
+        restart_s=speed.choice((0.1, 0.5, 2.0)),
+        quiet_s=speed.choice((5.0, 10.0, 20.0)),
+        faults=_draw_faults(faults),
+    )
+
+
+def _draw_faults(dice: random.Random) -> dict[str, float]:
+    share = dice.choice((0.0, 0.15, 0.3, 0.5))  # of the kinds that are in at all
+    out = {}
+    for kind in FAULTS:
+        rate = dice.choice((0.05, 0.15, 0.4) if kind in TIMED else (0.003, 0.01, 0.03, 0.1))
+        if kind.startswith("crash"):
+            rate /= 5  # at every call; more, and nothing ever begins
+        if dice.random() < share:
+            out[kind] = rate
+    return out
