@@ -179,11 +179,14 @@ class RolloutWorker:
         try:
             while True:
                 get = asyncio.create_task(versions.get())
-                await asyncio.wait([get, reader], return_when=asyncio.FIRST_COMPLETED)
-                if reader.done():
+                try:
+                    await asyncio.wait([get, reader], return_when=asyncio.FIRST_COMPLETED)
+                    if reader.done():
+                        reader.result()
+                    version = await get
+                finally:
                     get.cancel()
-                    reader.result()
-                await self._update(await get)
+                await self._update(version)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
