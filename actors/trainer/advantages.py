@@ -6,7 +6,7 @@ Shapes: B samples; n values, which are samples or tokens. Groups are told by id,
 import numpy as np
 import numpy.typing as npt
 
-from actors.trainer.config import Level
+from actors.trainer.config import Level, TrainerConfig
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -61,6 +61,14 @@ def normalise(
     deviation = x - _mean(x, _cells(mean, group), leave_one_out) if mean != "none" else x
     scale = 1.0 if std == "none" else _std(deviation, _cells(std, group), unbiased) + eps
     return np.where(silent, 0.0, deviation / scale)
+
+
+def of_batch(rewards: npt.ArrayLike, group_ids: npt.ArrayLike, config: TrainerConfig) -> tuple[Floats, Floats]:
+    """Shaped rewards and advantages of a training batch as the config says; [B], [B] -> float64 [B], float64 [B]."""
+    shaped = shape_rewards(rewards, bias=config.reward_bias, scale=config.reward_scale, clip=config.reward_clip)
+    how = config.advantage
+    advantages = normalise(shaped, group_ids, mean=how.mean, std=how.std, leave_one_out=how.leave_one_out, eps=how.eps)
+    return shaped, advantages
 
 
 def _dense(group_ids: npt.ArrayLike) -> Ids:

@@ -183,15 +183,7 @@ class Learner:
         config = self.config
         groups = np.array([s.group_id for s in ordered], dtype=np.int64)
         raw = np.array([s.reward for s in ordered], dtype=np.float64)
-        rewards = adv.shape_rewards(raw, bias=config.reward_bias, scale=config.reward_scale, clip=config.reward_clip)
-        advantages = adv.normalise(
-            rewards,
-            groups,
-            mean=config.advantage.mean,
-            std=config.advantage.std,
-            leave_one_out=config.advantage.leave_one_out,
-            eps=config.advantage.eps,
-        )
+        rewards, advantages = adv.of_batch(raw, groups, config)
 
         trained = np.array([int(s.loss_mask.sum()) for s in ordered], dtype=np.int64)
         useful = (advantages != 0) & (trained > 0)  # the others' gradient is 0: they only count in N
