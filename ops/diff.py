@@ -299,23 +299,11 @@ def _tell(run: str, mismatch: Mismatch, verdict: Verdict, tokenizer: HfTokenizer
     facts.add_row("KL(engine ‖ trainer), k3", f"{found.k3:.2g} nats a token")
     facts.add_row(f"above {mismatch.tolerance:g}", f"{found.share_above:.4%} of the tokens")
     console.print(facts)
-    _tell_parts(
-        "version", {str(version): mismatch.by_version[version] for version in sorted(mismatch.by_version)}, console
-    )
-    _tell_parts("position from", {str(at): mismatch.by_position[at] for at in sorted(mismatch.by_position)}, console)
+    _tell_parts("version", mismatch.by_version, console)
+    _tell_parts("position from", mismatch.by_position, console)
     if mismatch.offenders:
-        table = Table(
-            box=None, header_style="dim", padding=(0, 2, 0, 0), title="the worst tokens", title_justify="left"
-        )
-        for heading in (
-            "|Δ|",
-            "engine",
-            "trainer",
-            "sample",
-            "position",
-            "version",
-            "the worst tokens, in their places",
-        ):
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for heading in ("|Δ|", "engine", "trainer", "sample", "position", "version", "the worst tokens, in place"):
             table.add_column(heading, justify="left" if heading.startswith(("sample", "the")) else "right")
         for offender in mismatch.offenders:
             table.add_row(
