@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
@@ -32,8 +33,11 @@ from ops.recording.format import (
     Damaged,
     digest_of,
     pack_head,
+    pack_index,
+    pack_payload,
     unpack_block,
     unpack_entries,
+    unpack_index,
     unpack_meta,
     unpack_payload,
     unpack_piece,
@@ -161,6 +165,22 @@ async def test_bytes_behind_the_end_are_named(whole: Whole) -> None:
     assert left == whole.entries.keys()
     size = len(whole.data)
     assert f"bytes {size:,} to {size + 3:,} are damaged or no part of it" in damage
+
+
+async def test_an_index_of_another_recording_is_not_believed(whole: Whole) -> None:
+    """Its own sums are right; only the digest of the whole tells that it is not this file's."""
+    at = whole.places[-1].end
+    header = unpack_block(whole.data[at : at + BLOCK_BYTES])
+    assert header is not None
+    places = unpack_index(unpack_payload(header, whole.data[at + BLOCK_BYTES : at + BLOCK_BYTES + header.stored]))
+    start, block = places[-2]
+    places[-2] = start, dataclasses.replace(block, first=block.first + 1)
+    codec, stored = pack_payload(pack_index(places))
+    header = dataclasses.replace(header, codec=codec, stored=len(stored), digest=digest_of(stored))
+    other = whole.data[:at] + header.packed() + stored + whole.data[-TRAILER_BYTES:]
+    left, damage = await left_of(whole, whole.damaged(other))
+    assert left == whole.entries.keys()
+    assert damage == ("the index does not fit the file",)
 
 
 async def test_a_recording_without_its_descriptions_is_read(whole: Whole) -> None:
