@@ -69,7 +69,7 @@ class Target:
         launcher = psutil.Process(self._process.pid)
         if kind in ("nats", "fork-server"):
             sign = "nats-server" if kind == "nats" else "multiprocessing.forkserver"
-            found = [child.pid for child in launcher.children() if any(sign in part for part in child.cmdline()[:3])]
+            found = [child.pid for child in launcher.children() if any(sign in part for part in child.cmdline()[:4])]
             return {str(kind): pid for pid in found}
         actors: dict[str, int] = json.loads((self.folder / "processes.json").read_text())
         if kind == "reward-child":
