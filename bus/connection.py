@@ -24,9 +24,10 @@ from schemas import PAYLOAD_BYTES_MAX, UserError
 
 Incoming: TypeAlias = Msg  # what listeners get: `subject`, `reply`, `data`, `headers` (None if it has none)
 
-CONNECT_TIMEOUT_S = 4.0
+CONNECT_TIMEOUT_S = 4.0  # and `TRY_TIMEOUT_S` more for each further server
+TRY_TIMEOUT_S = 2.0  # of one server
 RECONNECT_WAIT_S = 0.1
-PING_EVERY_S = 5.0  # three unanswered ones, and the connection counts as broken
+PING_EVERY_S = 2.0  # three unanswered ones, and the connection counts as broken: a cut cable tells nothing
 FLUSH_TIMEOUT_S = 2.0
 SWEEP_S = 0.1  # how exactly a reply's timeout is kept
 OUTGOING_BYTES_MAX = 64 << 20  # above the publish window, so that nats-py never blocks in the midst of a publish
@@ -75,11 +76,24 @@ class Listener:
                 await self._subscription.unsubscribe()
 
 
+def servers_of(url: str) -> list[str]:
+    """The servers that a URL names, separated by commas, each as a URL of its own."""
+    parts = [part.strip() for part in url.split(",") if part.strip()]
+    return [part if "://" in part else f"nats://{part}" for part in parts]
+
+
 class Connection:
-    """A connection that comes back by itself. `url` may name several servers, separated by commas."""
+    """A connection that comes back by itself. `url` may name several servers of a cluster, separated by commas.
+
+    They share the credentials, of which the first that are given count.
+    """
 
     def __init__(self, url: str, name: str = "") -> None:
-        self._servers = [part.strip() for part in url.split(",") if part.strip()]
+        servers = [urlsplit(server) for server in servers_of(url)]
+        # Without the credentials, since servers of a cluster name each other to us without any: nats-py would take
+        # those for further servers, and be refused there.
+        self._servers = [server._replace(netloc=_without_user(server.netloc)).geturl() for server in servers]
+        self._credentials = next(((s.username, s.password) for s in servers if s.username), (None, None))
         self._name = name
         self._client = Client()
         self._up = asyncio.Event()
@@ -98,16 +112,17 @@ class Connection:
     @property
     def shown_url(self) -> str:
         """The URL without its password, for people."""
-        return ",".join(server.replace(urlsplit(server).netloc, _without_user(server)) for server in self._servers)
+        return ",".join(self._servers)
 
     async def connect(self) -> None:
-        """Connect. Raises `UserError` if that fails for `CONNECT_TIMEOUT_S`, or at once if the server refuses us."""
+        """Connect. Raises `UserError` if no server answers in time, or at once if one refuses us."""
+        timeout_s = CONNECT_TIMEOUT_S + TRY_TIMEOUT_S * (len(self._servers) - 1)
         loop = asyncio.get_running_loop()
         self._refused = loop.create_future()
         trying = loop.create_task(self._connect())
         try:
             either: set[asyncio.Future[Any]] = {trying, self._refused}
-            await asyncio.wait(either, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if trying.done():
                 trying.result()
             else:
@@ -132,8 +147,12 @@ class Connection:
         self._up.set()
 
     async def _connect(self) -> None:
+        user, password = self._credentials
         await self._client.connect(
             self._servers,
+            user=user if password is not None else None,
+            password=password,
+            token=user if password is None else None,
             name=self._name or None,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnect,
@@ -141,7 +160,7 @@ class Connection:
             closed_cb=self._on_closed,
             max_reconnect_attempts=-1,  # nats-py's default closes the connection for good after a while
             reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # it is only slept for
-            connect_timeout=2,
+            connect_timeout=TRY_TIMEOUT_S,  # type: ignore[arg-type]  # it is only slept for
             ping_interval=PING_EVERY_S,  # type: ignore[arg-type]  # it is only slept for
             pending_size=OUTGOING_BYTES_MAX,
         )
@@ -318,5 +337,5 @@ class Connection:
             raise BusUnavailable(f"the connection to {self.shown_url} is closed: {self._last_error or 'by us'}")
 
 
-def _without_user(server: str) -> str:
-    return urlsplit(server).netloc.rpartition("@")[2]
+def _without_user(netloc: str) -> str:
+    return netloc.rpartition("@")[2]

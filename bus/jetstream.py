@@ -65,7 +65,8 @@ API_TIMEOUT_S = 2.0
 GET_TIMEOUT_S = 5.0  # a window of large entries may take its time
 GET_WINDOW = 32
 WAITING_PULLS_MAX = 2048
-CREATE_ATTEMPTS = 5
+CREATE_DEADLINE_S = 5.0  # servers that have just started may not have found each other
+CREATE_WAIT_MAX_S = 0.5
 BEATS_MAX = 1000  # a listener that falls behind misses the oldest
 BEAT_BYTES_MAX = 64 << 10
 
@@ -77,6 +78,9 @@ IN_USE_DIFFERENTLY = 10058  # the stream exists with another configuration
 CONSUMER_EXISTS = 10148
 STREAM_NOT_FOUND = 10059
 CREATE_FAILED = 10049  # after deletes, once in a while; the next try succeeds
+NOT_CLUSTERED = 10074  # replicas are asked of a single server
+TOO_FEW_SERVERS = (10005, 10023)  # for the replicas, or with the space for them
+NO_LEADER = (10008, 10009)  # now; one is being elected
 
 _log = structlog.get_logger()
 
@@ -98,10 +102,11 @@ class JetStreamBus:
         """Flush and disconnect."""
         await self._connection.close()
 
-    async def setup(self, ack_wait_s: float | None = None) -> None:
+    async def setup(self, ack_wait_s: float | None = None, replicas: int = 1) -> None:
         """Create the run's streams and consumers, or leave them as they are."""
         for stream in STREAMS:
-            await self._create(f"STREAM.CREATE.{stream_name(self.run, stream)}", self._stream_config(stream))
+            config = self._stream_config(stream, replicas)
+            await self._create(f"STREAM.CREATE.{stream_name(self.run, stream)}", config)
             for consumer in CONSUMERS:
                 if consumer.stream is stream:
                     config = _consumer_config(consumer, ack_wait_s or consumer.ack_wait_s)
@@ -216,12 +221,7 @@ class JetStreamBus:
     async def last(self, stream: Stream, key: str = "") -> Entry | None:
         """The newest entry, of that key for keyed streams; None if there is none."""
         wanted = subject(self.run, stream, key or ">") if stream.keyed else subject(self.run, stream)
-        target = f"$JS.API.DIRECT.GET.{stream_name(self.run, stream)}"
-        reply = await self._connection.request(target, json.dumps({"last_by_subj": wanted}).encode(), API_TIMEOUT_S)
-        if reply is not None and (reply.headers or {}).get("Status") == "404":
-            return None
-        entry = self._direct_entry(stream, reply) if reply is not None else None
-        return entry or await self._leader_get(stream, {"last_by_subj": wanted})
+        return await self._leader_get(stream, {"last_by_subj": wanted})  # a replica that lags would name an older one
 
     async def info(self, stream: Stream) -> StreamInfo:
         """What the stream holds."""
@@ -312,32 +312,43 @@ class JetStreamBus:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + PUBLISH_DEADLINE_S
         payload = json.dumps(body).encode() if body is not None else b""
+        problem = "no answer"
         while True:
             reply = await self._connection.request(f"$JS.API.{what}", payload, API_TIMEOUT_S)
             if reply is not None and reply.data:
                 answer: dict[str, Any] = json.loads(reply.data)
-                return answer
+                if answer.get("error", {}).get("err_code") not in NO_LEADER:
+                    return answer
+                problem = answer["error"].get("description", problem)
             if loop.time() > until_s:
-                raise BusUnavailable(f"no answer to {what} within {PUBLISH_DEADLINE_S:.0f} s; is JetStream enabled?")
+                raise BusUnavailable(f"{problem} to {what} within {PUBLISH_DEADLINE_S:.0f} s; is JetStream enabled?")
             await self._connection.until_up(until_s - loop.time())
             await asyncio.sleep(RETRY_S)
 
     async def _create(self, what: str, body: dict[str, Any]) -> None:
-        problem = ""
-        for attempt in range(CREATE_ATTEMPTS):
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + CREATE_DEADLINE_S
+        wait_s = RETRY_S
+        while True:
             error = (await self._api(what, body)).get("error") or {}
-            if not error or error.get("err_code") in (IN_USE_DIFFERENTLY, CONSUMER_EXISTS):
+            code, problem = error.get("err_code"), error.get("description", "refused")
+            if not error or code in (IN_USE_DIFFERENTLY, CONSUMER_EXISTS):
                 return
-            problem = error.get("description", "refused")
-            if error.get("err_code") != CREATE_FAILED:
+            if code not in (CREATE_FAILED, *TOO_FEW_SERVERS) or loop.time() > until_s:
                 break
-            await asyncio.sleep(RETRY_S * 2**attempt)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, CREATE_WAIT_MAX_S)
+        if code in (NOT_CLUSTERED, *TOO_FEW_SERVERS):
+            raise UserError(
+                f"The NATS server cannot keep {body.get('num_replicas', 1)} replicas of a stream: {problem}.",
+                "Set bus.replicas to at most the number of servers in its cluster, or start those that are down.",
+            )
         raise UserError(
             f"The NATS server cannot create {what.rpartition('.')[2]} for run {self.run}: {problem}.",
             "Streams reserve their bounds: set `max_file_store: 1PB` in its `jetstream`; check the disk.",
         )
 
-    def _stream_config(self, stream: Stream) -> dict[str, Any]:
+    def _stream_config(self, stream: Stream, replicas: int) -> dict[str, Any]:
         return {
             "name": stream_name(self.run, stream),
             "subjects": [subject(self.run, stream, ">") if stream.keyed else subject(self.run, stream)],
@@ -350,7 +361,7 @@ class JetStreamBus:
             "max_msgs": -1,
             "max_consumers": -1,
             "max_age": 0,
-            "num_replicas": 1,
+            "num_replicas": replicas,  # consumers have as many, since they name none
             "duplicate_window": int(DEDUPE_WINDOW_S * 1e9),
             "allow_direct": True,
             "allow_msg_ttl": stream.expires,

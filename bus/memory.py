@@ -301,7 +301,7 @@ class MemoryBus:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def setup(self, ack_wait_s: float | None = None) -> None:
+    async def setup(self, ack_wait_s: float | None = None, replicas: int = 1) -> None:
         """Create the run's streams and consumers, or leave them as they are."""
         if self.run not in self._hub.runs:
             self._hub.runs[self.run] = _Run(ack_wait_s, self._hub)

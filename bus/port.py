@@ -174,8 +174,12 @@ class Bus(Protocol):
     async def close(self) -> None:
         """Flush and disconnect."""
 
-    async def setup(self, ack_wait_s: float | None = None) -> None:
-        """Create the run's streams and consumers, or leave them as they are. `ack_wait_s` overrides the table's."""
+    async def setup(self, ack_wait_s: float | None = None, replicas: int = 1) -> None:
+        """Create the run's streams and consumers, or leave them as they are. `ack_wait_s` overrides the table's.
+
+        Raises:
+            UserError: the server cannot keep them, or not so many `replicas`.
+        """
 
     async def exists(self) -> bool:
         """Whether the run has been set up on this server."""

@@ -144,7 +144,7 @@ async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int
         with interrupts.caught():
             for i in range(count):
                 spec = ProcessSpec(((role, f"{role}-{tag}-{i}"),), where.run, where.url, where.folder, recipe_yaml)
-                supervisor.start(spec)
+                await supervisor.start(spec)
             print(f"{count} {role} actor(s) joined {where.run}; Ctrl-C hands their work over and leaves", flush=True)
             return await _until_done(supervisor, interrupts, recipe, side)
     finally:
@@ -205,12 +205,22 @@ async def _check(recipe: Recipe, folder: Path, url: str | None) -> None:
     """The user's files and server, before anything long is begun. Raises `UserError`."""
     from ops.precheck import main
 
-    if url is not None:
-        bus = JetStreamBus(folder.name, url, "launcher")
-        await bus.connect()
-        await bus.close()
-    spec = ProcessSpec((("controller", "precheck"),), "", "", folder, recipe.to_yaml())
-    await run_once(main, (recipe.to_yaml(), folder), spec, folder / "logs" / "precheck.out")
+    if url is None and recipe.bus.replicas > 1:
+        raise UserError(
+            f"bus.replicas is {recipe.bus.replicas}, but the private server is a single one.",
+            "Name the servers of a cluster in bus.url or --nats, or leave bus.replicas at 1.",
+        )
+    bus = JetStreamBus(folder.name, url, "launcher") if url is not None else None
+    try:
+        if bus is not None:
+            await bus.connect()
+        spec = ProcessSpec((("controller", "precheck"),), "", "", folder, recipe.to_yaml())
+        await run_once(main, (recipe.to_yaml(), folder), spec, folder / "logs" / "precheck.out")
+        if bus is not None:
+            await bus.setup(recipe.bus.ack_wait_s, recipe.bus.replicas)
+    finally:
+        if bus is not None:
+            await bus.close()
 
 
 def _at(fields: dict[str, object], key: str) -> object:
@@ -286,7 +296,7 @@ async def _log(recipe: Recipe, folder: Path, url: str | None) -> AsyncIterator[t
         bus = JetStreamBus(where.run, where.url, "launcher")
         await bus.connect()
         try:
-            await bus.setup(recipe.bus.ack_wait_s)
+            await bus.setup(recipe.bus.ack_wait_s, recipe.bus.replicas)
             await bus.publish(
                 Control(action="start", nonce=secrets.token_hex(8), recipe=recipe.to_yaml(), detail=str(folder))
             )
@@ -349,7 +359,7 @@ async def _lead(
     screen = open_screen(plain)
     supervisor = Supervisor(note=screen.note, hung_after_s=recipe.hung_after_s)
     for spec in specs(recipe, where):
-        supervisor.start(spec)
+        await supervisor.start(spec)
     _write_private(where.folder / "processes.json", dict(supervisor.pids))
     side = [
         asyncio.create_task(feed_log(bus, view), name="reads steps and batches"),

@@ -7,6 +7,7 @@ too. A lock file that the server inherits tells whether the folder is in use, wi
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import importlib.metadata
 import os
@@ -78,15 +79,39 @@ def url_of(folder: Path) -> str | None:
         return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Membership:
+    """What a server of a cluster is told: its own name, its port for the others, and the ports of all, on 127.0.0.1.
+
+    `user` and `password` are those of the clients, and of the servers among each other.
+    """
+
+    name: str
+    port: int
+    ports: tuple[int, ...]
+    user: str
+    password: str
+
+    def config(self) -> str:
+        """The part of the server's configuration."""
+        credentials = f'authorization {{ user: "{self.user}", password: "{self.password}" }}'
+        routes = ", ".join(f'"nats-route://{self.user}:{self.password}@127.0.0.1:{port}"' for port in self.ports)
+        return f"""\
+server_name: "{self.name}"
+cluster {{ name: "rollstream", listen: "127.0.0.1:{self.port}", {credentials}, routes: [{routes}] }}
+"""
+
+
 class NatsServer:
-    """A `nats-server` process on 127.0.0.1 with JetStream in `<folder>/nats`.
+    """A `nats-server` process on 127.0.0.1 with JetStream in `<folder>/nats`, alone or in a cluster.
 
     `start`, then `supervise` as a task, `stop` at the end. Files in that folder: `server.conf` and `url` (mode 0600,
     since they hold the password), `store/`, `server.log`, `server.pid`, `lock`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership | None = None) -> None:
         self.url = ""
+        self._membership = membership
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
@@ -191,6 +216,8 @@ class NatsServer:
         binary = find_binary()
         old = urlsplit(url_of(self._folder) or "") if self._folder else urlsplit("")
         user, password = old.username or f"rs-{secrets.token_hex(4)}", old.password or secrets.token_urlsafe(24)
+        if self._membership is not None:
+            user, password = self._membership.user, self._membership.password
         # The port it had, so that clients find it again; -1 lets the server choose a free one, without a race.
         for port in filter(None, (old.port, None if keep_port else -1)):
             _write_private(self._path("conf"), self._config(port, user, password))
@@ -270,7 +297,7 @@ jetstream {{
   max_file_store: {FILE_STORE_BYTES_MAX}
   sync_interval: "5s"
 }}
-"""
+{self._membership.config() if self._membership is not None else ""}"""
 
 
 def _paths(folder: Path) -> dict[str, Path]:

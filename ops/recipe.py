@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from actors.controller.config import ControllerConfig
@@ -42,10 +42,19 @@ class EvaluationConfig(Config):
     greedy: bool = Field(True, description="take the likeliest token; false samples as in training")
 
 
+def _joined(servers: Any) -> Any:
+    """Servers as a YAML list are one URL with commas."""
+    return ",".join(servers) if isinstance(servers, list) and all(isinstance(s, str) for s in servers) else servers
+
+
 class BusConfig(Config):
     """The message log."""
 
-    url: str | None = Field(None, description="an existing NATS server; without it a private one is started")
+    url: Annotated[str | None, BeforeValidator(_joined)] = Field(
+        None,
+        description="an existing NATS server, or a list of those of a cluster; without it one is started",
+    )
+    replicas: Literal[1, 3, 5] = Field(1, description="servers of the cluster that keep each message; 3 survive one")
     ack_wait_s: float = Field(6.0, gt=0, le=3600, description="silence after which a worker's samples go to another")
 
 

@@ -126,7 +126,7 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
 async def _is_down(url: str) -> bool:
     """Whether the run's own server is gone: on this machine that is known at once, without waiting for a time-out."""
     server = urlsplit(url)
-    if server.hostname not in ("127.0.0.1", "localhost", "::1"):
+    if "," in url or server.hostname not in ("127.0.0.1", "localhost", "::1"):
         return False
     try:
         _, writer = await asyncio.open_connection(server.hostname, server.port or 4222)

@@ -37,6 +37,7 @@ STEADY_S = 20.0  # a process that lived so long and dies is started at once
 FAILURES_MAX = 8  # crashes in a row, each before STEADY_S, or kills in a row, each before the first beat
 KILLED_BACKOFF_S = 0.2
 FORK_SERVER_LOST = 255  # what multiprocessing tells of the children of a fork server that has died
+FORK_FAILURES = (EOFError, OSError)  # of a start, when the fork server dies in the midst of it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # of compiled code
 WATCH_S = 0.05
 DRAIN_S = 30.0
@@ -77,8 +78,8 @@ def _die_with_launcher() -> None:
 @dataclasses.dataclass(slots=True)
 class _Child:
     spec: ProcessSpec
-    process: BaseProcess
-    started_s: float
+    process: BaseProcess | None = None
+    started_s: float = 0.0
     crashes: int = 0  # in a row, each before `STEADY_S`
     stillborn: int = 0  # kills in a row, each before its first beat
     restarts: int = 0
@@ -113,7 +114,7 @@ class Supervisor:
         return {
             name: child.process.pid
             for name, child in self._children.items()
-            if child.process.pid is not None and child.process.exitcode is None
+            if child.process is not None and child.process.pid is not None and child.process.exitcode is None
         }
 
     @property
@@ -121,26 +122,39 @@ class Supervisor:
         """Process name to how often it was started again."""
         return {name: child.restarts for name, child in self._children.items() if child.restarts}
 
-    def start(self, spec: ProcessSpec) -> None:
+    async def start(self, spec: ProcessSpec) -> None:
         """Start a process."""
-        self._children[spec.name] = _Child(spec, self._spawn(spec), time.monotonic())
+        self._children[spec.name] = child = _Child(spec)
+        await self._spawn(child)
 
-    def _spawn(self, spec: ProcessSpec) -> BaseProcess:
+    async def _spawn(self, child: _Child) -> None:
+        """Start its process, or have it tried again soon if the fork server is just dying."""
+        spec = child.spec
         output = spec.folder / "logs" / f"{spec.name}.out"
-        process = self._context.Process(  # type: ignore[attr-defined]
-            target=_child, args=(host_main, (spec,), output), name=spec.name
-        )
-        process.start()
-        log.info("process_started", process=spec.name, pid=process.pid)
-        return process  # type: ignore[no-any-return]
+        try:
+            child.process = await forked(self._context, host_main, (spec,), spec.name, output)
+        except FORK_FAILURES as error:
+            log.warning("process_not_started", process=spec.name, error=repr(error))
+            child.stillborn += 1
+            if child.stillborn >= FAILURES_MAX:
+                raise UserError(
+                    f"{spec.name} cannot be started: {error!r}.", "Is there enough memory, and room for processes?"
+                ) from error
+            child.restart_at_s = time.monotonic() + KILLED_BACKOFF_S * child.stillborn
+            return
+        log.info("process_started", process=spec.name, pid=child.process.pid)
+        child.started_s = time.monotonic()
+        child.restart_at_s = None
+        child.silent_s, child.beaten = 0.0, False
 
     def heard(self, beat: Mapping[str, Any]) -> None:
         """Take a beat that came over the bus, of whatever process, this one included."""
         process = beat.get("process")
         if process == f"{self._host}:{os.getpid()}":
             self._heard_self_s = time.monotonic()
-        for child in self._children.values():
-            if process == f"{self._host}:{child.process.pid}":
+        for name, pid in self.pids.items():
+            if process == f"{self._host}:{pid}":
+                child = self._children[name]
                 child.silent_s, child.beaten = 0.0, True
 
     def watch_for_hung(self) -> None:
@@ -151,14 +165,18 @@ class Supervisor:
         now_s = time.monotonic()
         passed_s, self._looked_s = min(BEAT_EVERY_S, now_s - self._looked_s), now_s
         deaf = now_s - self._heard_self_s > DEAF_S
-        for child in self._children.values():
+        for child in self._alive():
             child.silent_s = 0.0 if deaf else child.silent_s + passed_s
             limit_s = self.hung_after_s if child.beaten else STARTING_S
-            if self.hung_after_s > 0 and child.silent_s > limit_s and child.process.exitcode is None:
+            if self.hung_after_s > 0 and child.silent_s > limit_s:
+                assert child.process is not None
                 log.warning("process_hung", process=child.spec.name, pid=child.process.pid, silent_s=child.silent_s)
                 self.note(f"{child.spec.name} gave no sign of life for {child.silent_s:.0f} s and is killed")
                 child.silent_s = 0.0
                 child.process.kill()
+
+    def _alive(self) -> list[_Child]:
+        return [self._children[name] for name in self.pids]
 
     async def watch(self) -> None:
         """Return when all processes are done, or have ended while draining.
@@ -169,12 +187,16 @@ class Supervisor:
         while not all(child.done for child in self._children.values()):
             await asyncio.sleep(WATCH_S)
             for child in list(self._children.values()):
-                if child.done or child.process.exitcode is None:
+                if child.done:
                     continue
-                if child.restart_at_s is None or self.draining:
+                if child.restart_at_s is not None and not self.draining:
+                    if time.monotonic() >= child.restart_at_s:
+                        child.restarts += 1
+                        await self._spawn(child)
+                elif child.process is None:
+                    child.done = self.draining
+                elif child.process.exitcode is not None:
                     self._ended(child, child.process.exitcode)
-                elif time.monotonic() >= child.restart_at_s:
-                    self._restart(child)
 
     def _ended(self, child: _Child, status: int) -> None:
         name = child.spec.name
@@ -217,22 +239,15 @@ class Supervisor:
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (child.crashes - 2)) if child.crashes > 1 else 0.0
         return how, wait_s
 
-    def _restart(self, child: _Child) -> None:
-        child.process = self._spawn(child.spec)
-        child.started_s = time.monotonic()
-        child.restart_at_s = None
-        child.restarts += 1
-        child.silent_s, child.beaten = 0.0, False
-
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """End all processes: SIGTERM, so that they hand over and save; after `grace_s` SIGKILL."""
         self.draining = True
-        alive = [child for child in self._children.values() if child.process.exitcode is None]
-        for child in alive:
+        alive = [child.process for child in self._alive() if child.process is not None]
+        for process in alive:
             with contextlib.suppress(ProcessLookupError):
-                child.process.terminate()
+                process.terminate()
         deadline = time.monotonic() + grace_s
-        while any(child.process.exitcode is None for child in alive) and time.monotonic() < deadline:
+        while any(process.exitcode is None for process in alive) and time.monotonic() < deadline:
             await asyncio.sleep(WATCH_S)
         self.kill()
         for child in self._children.values():
@@ -240,27 +255,51 @@ class Supervisor:
 
     def kill(self) -> None:
         """End what still runs, at once."""
-        for child in self._children.values():
-            if child.process.exitcode is None:
-                log.warning("process_killed", process=child.spec.name)
-                child.process.kill()
+        for child in self._alive():
+            assert child.process is not None
+            log.warning("process_killed", process=child.spec.name)
+            child.process.kill()
+
+
+async def forked(
+    context: Any, target: Callable[..., None], args: tuple[object, ...], name: str, output: Path
+) -> BaseProcess:
+    """Start a process. In a thread: a fork server that must first be started itself takes seconds.
+
+    Raises one of `FORK_FAILURES` if the fork server dies meanwhile.
+    """
+    process: BaseProcess = context.Process(target=_child, args=(target, args, output), name=name)
+    await asyncio.to_thread(process.start)
+    return process
 
 
 async def run_once(target: Callable[..., None], args: tuple[object, ...], spec: ProcessSpec, output: Path) -> None:
-    """Run a function in a process of its own to its end.
+    """Run a function in a process of its own to its end; again if it loses the fork server, so it must allow that.
 
     Raises:
         UserError: it left one, or it died.
     """
-    process = fork_server().Process(target=_child, args=(target, args, output), name=spec.name)  # type: ignore[attr-defined]
-    process.start()
+    for _ in range(FAILURES_MAX):
+        status = await _run_once(target, args, spec, output)
+        if status == 0:
+            return
+        if status == EXIT_USER_ERROR:
+            raise spec.left_error()
+        if status != FORK_SERVER_LOST:
+            break
+        await asyncio.sleep(KILLED_BACKOFF_S)
+    raise UserError(f"{spec.name} ended with status {status}.", f"Its last words are in {output}.")
+
+
+async def _run_once(target: Callable[..., None], args: tuple[object, ...], spec: ProcessSpec, output: Path) -> int:
+    try:
+        process = await forked(fork_server(), target, args, spec.name, output)
+    except FORK_FAILURES:
+        return FORK_SERVER_LOST
     try:
         while process.exitcode is None:
             await asyncio.sleep(WATCH_S)
+        return process.exitcode
     finally:
         if process.exitcode is None:
             process.kill()
-    if process.exitcode == EXIT_USER_ERROR:
-        raise spec.left_error()
-    if process.exitcode != 0:
-        raise UserError(f"{spec.name} ended with status {process.exitcode}.", f"Its last words are in {output}.")

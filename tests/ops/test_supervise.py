@@ -36,13 +36,21 @@ class Watched:
     def __init__(self, hung_after_s: float = 0.0) -> None:
         self.supervisor = Supervisor(heavy=False, hung_after_s=hung_after_s)
         self.spawned: list[FakeProcess] = []
-        self.supervisor._spawn = self._spawn  # type: ignore[assignment, method-assign]
-        self.supervisor.start(ProcessSpec((("trainer", "trainer"),), "run", "", Path("run"), ""))
-        self.watching = asyncio.create_task(self.supervisor.watch())
 
-    def _spawn(self, spec: ProcessSpec) -> FakeProcess:
-        self.spawned.append(FakeProcess())
-        return self.spawned[-1]
+    async def start(self, monkeypatch: pytest.MonkeyPatch, failures: int = 0) -> "Watched":
+        """Start it; the fork server fails so many times before."""
+        left = [OSError("no fork server")] * failures
+
+        async def forked(*_: object) -> FakeProcess:
+            if left:
+                raise left.pop()
+            self.spawned.append(FakeProcess())
+            return self.spawned[-1]
+
+        monkeypatch.setattr(supervise, "forked", forked)
+        await self.supervisor.start(ProcessSpec((("trainer", "trainer"),), "run", "", Path("run"), ""))
+        self.watching = asyncio.create_task(self.supervisor.watch())
+        return self
 
     def beat(self) -> None:
         for pid in (os.getpid(), self.spawned[-1].pid):
@@ -66,8 +74,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("status", [1, -signal.SIGSEGV])
-async def test_a_process_that_crashes_at_once_again_and_again_ends_the_run(status: int) -> None:
-    watched = Watched()
+async def test_a_process_that_crashes_at_once_again_and_again_ends_the_run(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = await Watched().start(monkeypatch)
     for _ in range(FAILURES_MAX - 1):
         watched.beat()
         assert await watched.ends_with(status)
@@ -82,7 +92,7 @@ async def test_kills_from_outside_never_end_the_run_and_the_next_start_is_at_onc
 ) -> None:
     """They say nothing about the next time; a pause that doubles would cost more than the kills."""
     monkeypatch.setattr(supervise, "KILLED_BACKOFF_S", 60.0)
-    watched = Watched()
+    watched = await Watched().start(monkeypatch)
     for _ in range(4 * FAILURES_MAX):
         watched.beat()
         assert await watched.ends_with(status)
@@ -90,15 +100,30 @@ async def test_kills_from_outside_never_end_the_run_and_the_next_start_is_at_onc
     await watched.watching
 
 
-async def test_a_process_that_is_killed_before_it_begins_again_and_again_ends_the_run() -> None:
+async def test_a_process_that_is_killed_before_it_begins_again_and_again_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Memory that does not suffice for loading will not suffice the next time."""
-    watched = Watched()
+    watched = await Watched().start(monkeypatch)
     for _ in range(FAILURES_MAX - 1):
         assert await watched.ends_with(-signal.SIGKILL)
     assert not await watched.ends_with(-signal.SIGKILL)
     with pytest.raises(UserError, match="killed by SIGKILL") as caught:
         await watched.watching
     assert "memory" in caught.value.remedy
+
+
+async def test_a_start_that_the_fork_server_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be killed as any other, and whoever is being started then has done nothing wrong."""
+    watched = await Watched().start(monkeypatch, failures=FAILURES_MAX - 1)
+    async with asyncio.timeout(5):
+        while not watched.spawned:
+            await asyncio.sleep(0.001)
+    watched.spawned[-1].exitcode = EXIT_DONE
+    await watched.watching
+    hopeless = await Watched().start(monkeypatch, failures=FAILURES_MAX)
+    with pytest.raises(UserError, match="cannot be started"):
+        await hopeless.watching
 
 
 @pytest.fixture
@@ -118,8 +143,10 @@ def silence(watched: Watched, clock: list[float], seconds: float, hears_itself: 
         watched.supervisor.watch_for_hung()
 
 
-async def test_a_process_that_has_beaten_and_falls_silent_is_killed_and_started_again(clock: list[float]) -> None:
-    watched = Watched(hung_after_s=5.0)
+async def test_a_process_that_has_beaten_and_falls_silent_is_killed_and_started_again(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = await Watched(hung_after_s=5.0).start(monkeypatch)
     watched.beat()
     watched.supervisor.watch_for_hung()
     silence(watched, clock, 5)
@@ -137,9 +164,11 @@ async def test_a_process_that_has_beaten_and_falls_silent_is_killed_and_started_
     watched.watching.cancel()
 
 
-async def test_silence_says_nothing_while_nobody_can_be_heard(clock: list[float]) -> None:
+async def test_silence_says_nothing_while_nobody_can_be_heard(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that is down, or a launcher that was itself stopped, must not cost the actors their lives."""
-    watched = Watched(hung_after_s=5.0)
+    watched = await Watched(hung_after_s=5.0).start(monkeypatch)
     watched.beat()
     watched.supervisor.watch_for_hung()
     silence(watched, clock, 60, hears_itself=False)
@@ -149,9 +178,9 @@ async def test_silence_says_nothing_while_nobody_can_be_heard(clock: list[float]
     watched.watching.cancel()
 
 
-async def test_a_process_may_take_its_time_to_start(clock: list[float]) -> None:
+async def test_a_process_may_take_its_time_to_start(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a large model takes minutes, in which no beat comes."""
-    watched = Watched(hung_after_s=5.0)
+    watched = await Watched(hung_after_s=5.0).start(monkeypatch)
     watched.supervisor.watch_for_hung()
     silence(watched, clock, supervise.STARTING_S - 1)
     assert watched.spawned[-1].exitcode is None
