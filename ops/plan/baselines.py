@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -116,13 +116,13 @@ def generate(speeds: Speeds, workload: Workload, engines: int, seed: int, number
 
 
 def best_overlap(
-    speeds: Speeds, workload: Workload, splits: list[tuple[int, int]], progress: Callable[[], None] = lambda: None
+    speeds: Speeds, workload: Workload, splits: Sequence[tuple[int, int]], seed: int = 0
 ) -> tuple[tuple[int, int], BatchSchedule]:
     """The split (rollout devices, trainer devices) with the most tokens a second under one step of overlap."""
-    found = []
-    for rollout, train in splits:
-        found.append(((rollout, train), one_step_overlap(speeds, workload, rollout // speeds.engine_devices, train)))
-        progress()
+    found = [
+        (split, one_step_overlap(speeds, workload, split[0] // speeds.engine_devices, split[1], seed))
+        for split in splits
+    ]
     return max(found, key=lambda pair: pair[1].tokens_per_s)
 
 

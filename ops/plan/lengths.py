@@ -45,7 +45,8 @@ class Lengths:
     def draw(self, generator: np.random.Generator, count: int) -> IntArray:
         """int64[count] lengths."""
         if self.observed is not None:
-            return self.observed[generator.integers(len(self.observed), size=count)]
+            drawn: IntArray = self.observed[generator.integers(len(self.observed), size=count)]
+            return drawn
         drawn = np.exp(self.mu + self.sigma * generator.standard_normal(count))
         return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
 
@@ -62,6 +63,12 @@ class Lengths:
     def mean(self) -> float:
         """Mean length of an answer, cut as it is."""
         return float(self._typical.mean())
+
+    def scaled(self, factor: float) -> Lengths:
+        """All answers longer by a factor, and cut where they were cut before."""
+        if self.observed is not None:
+            return observed(np.clip(np.rint(self.observed * factor), 1, self.longest), self.prompt)
+        return dataclasses.replace(self, mu=self.mu + math.log(factor))
 
     @property
     def running_context(self) -> float:
