@@ -56,13 +56,13 @@ async def read(url: str, run: str, stream: Stream, start: int, stop: int) -> Asy
         UserError: the server refuses us.
     """
     reader = _Reader(url, run, stream)
+    batches = reader.batches(start, stop)
     try:
-        batches = reader.batches(start, stop)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             for entry in batch:
                 yield entry
     finally:
-        reader.close()
+        reader.stop()
 
 
 class _Lines:
@@ -115,20 +115,24 @@ class _Reader:
         self._lines: _Lines | None = None
         self._inbox = ""
         self._consumer = ""
+        self._stopped = False
         self._asked = 0  # messages of the request that is under way; 0 if none is
         self._requests = 0
         self._pending = 0  # messages in the stream behind the last one that came
 
-    def close(self) -> None:
-        """Let the server forget the consumer, and disconnect."""
-        plain, self._socket, self._lines, self._asked = self._socket, None, None, 0
-        if plain is not None:
-            with contextlib.suppress(OSError):  # then it forgets it by itself, after `READER_GONE_S`
-                plain.sendall(b"PUB $JS.API.CONSUMER.DELETE.%s.%s 0\r\n\r\n" % self._names())
-            plain.close()
+    def stop(self) -> None:
+        """Read no more: from another thread too, which is woken if it waits for the server."""
+        self._stopped = True
+        self._leave()
 
     def batches(self, start: int, stop: int) -> Iterator[list[Entry]]:
         """The entries from `start` to `stop`, a batch at a time."""
+        try:
+            yield from self._batches(start, stop)
+        finally:
+            self._disconnect()
+
+    def _batches(self, start: int, stop: int) -> Iterator[list[Entry]]:
         until_s = time.monotonic() + DEADLINE_S
         while start < stop:
             try:
@@ -139,7 +143,9 @@ class _Reader:
                 if start < stop and self._pending:
                     self._ask(start, stop)
             except (OSError, EOFError, ValueError, IndexError) as error:
-                self.close()
+                self._disconnect()
+                if self._stopped:
+                    return
                 if time.monotonic() > until_s:
                     problem = str(error) or type(error).__name__
                     raise BusUnavailable(f"{self._name} cannot be read from {start} on: {problem}") from None
@@ -150,6 +156,20 @@ class _Reader:
                 yield [entry for entry in batch if entry.seq < stop] if start > stop else batch
             if not self._pending:
                 return
+
+    def _leave(self) -> None:
+        """Let the server forget the consumer, which else it does after `READER_GONE_S`, and hang up."""
+        plain = self._socket
+        if plain is not None:
+            with contextlib.suppress(OSError):
+                plain.sendall(b"PUB $JS.API.CONSUMER.DELETE.%s.%s 0\r\n\r\n" % self._names())
+                plain.shutdown(socket.SHUT_RDWR)
+
+    def _disconnect(self) -> None:
+        self._leave()
+        plain, self._socket, self._lines, self._asked = self._socket, None, None, 0
+        if plain is not None:
+            plain.close()
 
     def _ask(self, start: int, stop: int) -> None:
         plain = self._socket or self._connect(start)
@@ -191,8 +211,8 @@ class _Reader:
                 raise EOFError("its JetStream is not up")
             self._control(line)
         answer = json.loads(lines.take(int(line.rpartition(b" ")[2])))
-        if "error" in answer:
-            raise EOFError(str(answer["error"].get("description")))
+        if not isinstance(answer, dict) or "error" in answer:
+            raise EOFError(f"it makes no consumer: {str(answer)[:200]}")
         return plain
 
     def _control(self, line: bytes) -> None:
@@ -279,7 +299,9 @@ def _info(line: bytes) -> dict[str, Any]:
     """What the server tells of itself first."""
     if not line.startswith(b"INFO "):
         raise EOFError("no NATS server answers")
-    info: dict[str, Any] = json.loads(line[5:])
+    info = json.loads(line[5:])
+    if not isinstance(info, dict):
+        raise EOFError("no NATS server answers")
     return info
 
 
