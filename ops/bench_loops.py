@@ -58,7 +58,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     from actors.reward.child import load
-    from actors.trainer.learner import schedule
+    from actors.trainer.optimizer import schedule
     from ops.datasets import load_dataset
 
     library: Any = importlib.import_module("trl")  # optional, and not typed

@@ -22,13 +22,20 @@ NATS = {"bus/connection.py", "bus/jetstream.py", "bus/publish.py", "bus/pull.py"
 TORCH = {
     "actors/rollout/kv_cache.py", "actors/rollout/load_weights.py", "actors/rollout/sampling.py",
     "actors/rollout/torch_engine.py",
-    "actors/trainer/checkpoint.py", "actors/trainer/corrections.py", "actors/trainer/forward.py",
-    "actors/trainer/learner.py", "actors/trainer/policy_loss.py", "actors/trainer/sft.py",
+    "actors/trainer/checkpoint.py", "actors/trainer/corrections.py", "actors/trainer/critic.py",
+    "actors/trainer/forward.py", "actors/trainer/kl.py", "actors/trainer/learner.py",
+    "actors/trainer/losses/__init__.py", "actors/trainer/losses/base.py", "actors/trainer/losses/cispo.py",
+    "actors/trainer/losses/gspo.py", "actors/trainer/losses/ppo.py", "actors/trainer/losses/reinforce.py",
+    "actors/trainer/losses/sapo.py", "actors/trainer/m2po.py", "actors/trainer/objective.py",
+    "actors/trainer/opsm.py", "actors/trainer/optimizer.py", "actors/trainer/plan.py", "actors/trainer/proximal.py",
+    "actors/trainer/reference.py", "actors/trainer/sequences.py", "actors/trainer/sft.py", "actors/trainer/tally.py",
+    "actors/trainer/value_loss.py",
     "ops/preload.py",
 }  # fmt: skip
 LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
-    "actors/trainer/advantages.py",
+    "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py", "actors/trainer/gae.py",
+    "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/samples.py", "actors/trainer/sections.py",
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "safetensors")
 

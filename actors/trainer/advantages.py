@@ -45,8 +45,8 @@ def normalise(
 
     `mean` none subtracts nothing, `std` none divides by 1. The standard deviation is taken around the mean chosen, over
     n−1 values (`unbiased`) or n. `leave_one_out` compares each value with the mean of the others, (S − x)/(n − 1).
-    A group of one, or one whose values are all equal, has exactly 0 where its own mean is subtracted, and a group of
-    one has 0 where its own std divides: neither says anything about its values.
+    A group of one, or a group or batch whose values are all equal, has exactly 0 where its own mean is subtracted, and
+    a group of one has 0 where its own std divides: neither says anything about its values.
 
     Sources: AReaL's `Normalization`; GRPO 2402.03300, Dr.GRPO 2503.20783, LitePPO 2508.08221, RLOO 2402.14740.
     """
@@ -55,6 +55,8 @@ def normalise(
     silent = np.zeros(len(x), dtype=np.bool_)
     if mean == "group":
         silent |= zero_variance(x, group)
+    elif mean == "batch" and len(x):
+        silent |= zero_variance(x, np.zeros_like(group))
     if std == "group":
         silent |= np.bincount(group)[group] == 1
 

@@ -1,72 +1,81 @@
 """What a recipe may say about the trainer and about the warm start. Imports no torch."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from actors.trainer.presets import Algorithm, with_preset
+from actors.trainer.sections import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KlConfig,
+    KlEstimator,
+    Level,
+    OverlongConfig,
+)
 from schemas.config import Config
 
-Level = Literal["none", "batch", "group"]
+__all__ = [
+    "AdvantageConfig",
+    "CorrectionConfig",
+    "CriticConfig",
+    "KlConfig",
+    "KlEstimator",
+    "Level",
+    "OverlongConfig",
+    "SftConfig",
+    "TrainerConfig",
+]
+
+LOSSES = ("decoupled_ppo", "ppo", "gspo", "sapo", "sapo_sequence", "cispo", "reinforce")
+COUPLED_LOSSES = frozenset({"ppo", "sapo", "sapo_sequence", "cispo"})  # ratios are taken to the behaviour policy
+DUAL_CLIPPED_LOSSES = frozenset({"decoupled_ppo", "ppo", "gspo"})
+
+ProximalApproximation = Literal["loglinear", "linear", "rollout"]
 
 
-class CorrectionConfig(Config):
-    """How the behaviour weight ρ = exp(proximal − behaviour) is kept in bounds (see `corrections`).
-
-    Without bounds the raw weight is used. Presets: TIS = token clamp; MIS = sequence mask; IcePop = token mask with
-    lower 0.5 and upper 5.
-    """
-
-    level: Literal["token", "sequence"] = "token"
-    metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    aggregate: Literal["sum", "mean", "max"] = "mean"  # over the tokens of a sequence; level "token" ignores it
-    action: Literal["mask", "clamp"] = "mask"
-    lower: float | None = None
-    upper: float | None = 5.0
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.action == "clamp" and self.metric != "ratio":
-            raise ValueError(
-                f"action 'clamp' bounds the weight itself, which metric {self.metric!r} does not measure: "
-                "use metric 'ratio', or action 'mask'"
-            )
-        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
-            raise ValueError(f"lower {self.lower} is not below upper {self.upper}: nothing would be in bounds")
-        return self
-
-
-class AdvantageConfig(Config):
-    """How rewards become advantages (see `advantages.normalise`). The default is GRPO.
-
-    Presets (mean / std): GRPO group / group, Dr.GRPO group / none, LitePPO group / batch, RLOO group / none with
-    leave_one_out, REINFORCE++ batch / batch.
-    """
-
-    mean: Level = "group"
-    std: Level = "group"
-    leave_one_out: bool = False
-    eps: PositiveFloat = 1e-5
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.leave_one_out and self.mean == "none":
-            raise ValueError("leave_one_out needs a mean to leave a sample out of: set mean to 'group' or 'batch'")
-        return self
+def _loss_name(value: str) -> str:
+    source, colon, name = value.rpartition(":")
+    if value not in LOSSES and not (colon and source and name):
+        raise ValueError(
+            f"{value!r} is no loss => Use one of {', '.join(LOSSES)}, or one of your own: 'path/to/file.py:function'."
+        )
+    return value
 
 
 class TrainerConfig(Config):
-    """One trainer. Token counts are prompt + response tokens, padding included."""
+    """One trainer. Token counts are prompt + response tokens, padding included.
+
+    `algorithm` names a preset for the keys from `loss` to `critic` (see `presets`); each of them may be given beside
+    it, and then counts.
+    """
 
     backend: Literal["torch"] = "torch"
-    loss: Literal["decoupled_ppo", "ppo"] = "decoupled_ppo"
+    algorithm: Algorithm | None = None
+    loss: Annotated[str, AfterValidator(_loss_name)] = "decoupled_ppo"
     clip: float = Field(default=0.2, gt=0, lt=1)
     clip_high: PositiveFloat | None = None  # None: as `clip`; DAPO's clip-higher is 0.28
     dual_clip: float | None = Field(default=None, gt=1)
+    sapo_tau: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)  # of the gate for A > 0, and for the others
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # see `aggregation`
+    proximal: Literal["recompute"] | ProximalApproximation = "recompute"  # the others save a forward, see `proximal`
     behaviour_weight: CorrectionConfig = CorrectionConfig()
+    opsm_threshold: PositiveFloat | None = None  # DeepSeek-V3.2's is 1e-4; None: no sequence is dropped
+    m2po_threshold: PositiveFloat | None = None  # the paper's is 0.04; None: no token is masked
+    entropy_coef: float = Field(default=0.0, ge=0)
+    kl: KlConfig = KlConfig()
+    reference: str | None = Field(default=None, min_length=1)  # "initial" is version 0; else a model folder
     advantage: AdvantageConfig = AdvantageConfig()
+    discount: float = Field(default=1.0, gt=0, le=1)  # γ, per trained token
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
     reward_bias: float = 0.0
     reward_scale: float = 1.0
     reward_clip: PositiveFloat | None = None  # of |reward| after bias and scale
+    overlong: OverlongConfig | None = None
+    unfinished: Literal["train", "mask", "no_reward"] = "train"  # answers that were cut at rollout.max_new_tokens
+    critic: CriticConfig | None = None
     minibatches: PositiveInt = 1  # optimizer steps a training step
     lr: PositiveFloat = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -85,14 +94,49 @@ class TrainerConfig(Config):
     keep_versions: PositiveInt = 4
     seed: int = Field(default=0, ge=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, fields: Any) -> Any:
+        return with_preset(fields) if isinstance(fields, dict) else fields
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for problem in self._contradictions():
+            raise ValueError(problem)
         if self.row_tokens > self.micro_batch_tokens:
             raise ValueError(
                 f"row_tokens {self.row_tokens} exceeds micro_batch_tokens {self.micro_batch_tokens}: "
                 "a row must fit into a micro-batch"
             )
         return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Settings that cannot be right together, as `reason => remedy`."""
+        if self.kl.coef and self.reference is None:
+            yield (
+                f"kl.coef {self.kl.coef} without a reference policy: there is nothing to measure the KL to "
+                "=> Set reference to initial, or to the folder of a model; or kl.coef to 0."
+            )
+        if self.dual_clip is not None and self.loss in LOSSES and self.loss not in DUAL_CLIPPED_LOSSES:
+            yield (
+                f"dual_clip {self.dual_clip} with loss {self.loss}, which has no ratio to clip twice "
+                f"=> Remove dual_clip, or use one of {', '.join(sorted(DUAL_CLIPPED_LOSSES))}."
+            )
+        if self.proximal in ("loglinear", "linear") and self.loss in COUPLED_LOSSES:
+            yield (
+                f"proximal {self.proximal} with loss {self.loss}, which takes no proximal policy "
+                "=> Remove proximal, or use a decoupled loss such as decoupled_ppo."
+            )
+        if self.m2po_threshold is not None and self.proximal != "recompute":
+            yield (
+                f"m2po_threshold with proximal {self.proximal}: the mask compares the behaviour policy with the true "
+                "proximal one, before the first forward => Set proximal to recompute, or m2po_threshold to null."
+            )
+        if self.advantage.function is not None and self.critic is not None:
+            yield (
+                "advantage.function with a critic: the function takes the place of the GAE, and the critic would "
+                "never be asked => Remove one of the two."
+            )
 
 
 class SftConfig(Config):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from actors.trainer.config import CorrectionConfig
-from actors.trainer.policy_loss import kl_unclamped
+from actors.trainer.kl import kl_unclamped
+from actors.trainer.sequences import per_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def behaviour_weight(
     out of [lower, upper]:  mask → weight 0;  clamp → weight clamped to the bounds
     ```
     A ratio is aggregated in the log, so that long answers do not seem further off than short ones. The caller's
-    denominator N still counts masked tokens. k = KL(prox ‖ behav) as in `policy_loss.kl`, unclamped.
+    denominator N still counts masked tokens. k = KL(prox ‖ behav) as in `kl.kl`, unclamped.
 
     Sources: AReaL's rejection sampling; verl's rollout correction (TIS, MIS); IcePop.
     """
@@ -48,8 +49,8 @@ def behaviour_weight(
     weight = difference.exp()
     if config.level == "sequence":
         if ratio:
-            weight = _aggregate(difference, sequence, sequences, "mean").exp()[sequence]
-        metric = _aggregate(metric, sequence, sequences, config.aggregate)[sequence]
+            weight = per_sequence(difference, sequence, sequences, "mean").exp()[sequence]
+        metric = per_sequence(metric, sequence, sequences, config.aggregate)[sequence]
     if ratio:
         metric = metric.exp()
 
@@ -64,14 +65,3 @@ def behaviour_weight(
         return Corrected(weight, outside)
     bounded = torch.where(outside, weight.clamp(config.lower, config.upper), weight)
     return Corrected(bounded, bounded != weight)
-
-
-def _aggregate(values: Tensor, sequence: Tensor, sequences: int, how: str) -> Tensor:
-    """[n] -> [S]."""
-    if how == "max":
-        lowest = values.new_full((sequences,), -torch.inf)
-        return lowest.scatter_reduce(0, sequence, values, reduce="amax")
-    total = values.new_zeros(sequences).index_add(0, sequence, values)
-    if how == "sum":
-        return total
-    return total / torch.bincount(sequence, minlength=sequences).clamp(min=1)

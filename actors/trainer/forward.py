@@ -1,7 +1,7 @@
 """Log-probabilities of response tokens under a Hugging Face causal language model, on packed rows.
 
-Shapes: R rows of L tokens; n = scored response tokens; V = vocabulary. Position t predicts token t+1: the logprob of a
-response's first token comes from the last prompt position.
+Shapes: R rows of L tokens; n = scored response tokens; S = sequences; V = vocabulary. Position t predicts
+token t+1: the logprob of a response's first token comes from the last prompt position.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ class MicroBatch:
     attention_mask: Tensor | None  # bool [R, 1, L, L], True = attend; None: one sequence a row, plain causal
     predictors: Tensor  # int64 [n], in 0..R·L: where each scored token is predicted
     targets: Tensor  # int64 [n], the scored tokens
+    ends: Tensor  # int64 [S], in 0..R·L: the last position of each of `sequences`
     sequence: Tensor  # int64 [n], each scored token's place in `sequences`
     sequences: tuple[int, ...]  # indices into the caller's sequences
 
@@ -68,7 +69,7 @@ def collate(
     input_ids = np.zeros((R, L), dtype=np.int64)
     position_ids = np.zeros((R, L), dtype=np.int64)
     block = np.full((R, L), -1, dtype=np.int64)  # padding attends to padding only, which keeps its softmax finite
-    predictors, targets, counts, order = [], [], [], []
+    predictors, targets, ends, counts, order = [], [], [], [], []
     for r, row in enumerate(rows):
         start = 0
         for index in row.sequences:
@@ -81,6 +82,7 @@ def collate(
             scored = np.flatnonzero(item.scored)
             predictors.append(r * L + start + P - 1 + scored)
             targets.append(item.response[scored])
+            ends.append(r * L + end - 1)
             counts.append(len(scored))
             order.append(index)
             start = end
@@ -99,6 +101,7 @@ def collate(
         attention_mask=mask,
         predictors=tensor(np.concatenate(predictors)),
         targets=tensor(np.concatenate(targets)),
+        ends=tensor(np.array(ends)),
         sequence=tensor(np.repeat(np.arange(len(order)), counts)),
         sequences=tuple(order),
     )
@@ -110,16 +113,17 @@ def response_logprobs(
     temperature: float = 1.0,
     *,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     autocast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(logits / temperature)` of each scored token, float32 [n], and by option the entropy of the
-    distribution that it was drawn from, float32 [n], detached, in nats.
+    distribution that it was drawn from, float32 [n], in nats, detached unless `entropy_gradient`.
 
     The output head runs only where a scored token is predicted: logits of prompt positions would dominate memory.
     Gradient mode is the caller's. `autocast` runs the model in that dtype; the softmax is float32 in any case.
     """
-    arguments = _arguments(model, micro_batch)
-    with _autocast(model, autocast):
+    arguments = model_inputs(model, micro_batch)
+    with autocast_context(model, autocast):
         if model_traits(model).splits_head:
             hidden = model.base_model(**arguments).last_hidden_state
             head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -131,7 +135,7 @@ def response_logprobs(
     logprobs = distribution.gather(1, micro_batch.targets[:, None])[:, 0]
     if not entropy:
         return logprobs, None
-    with torch.no_grad():
+    with nullcontext() if entropy_gradient else torch.no_grad():
         return logprobs, -(distribution.exp() * distribution).sum(-1)
 
 
@@ -158,17 +162,18 @@ def _packs(model: PreTrainedModel) -> bool:
     pair = [ScoredTokens(t[:1], t[1:], np.ones(len(t) - 1, dtype=np.bool_)) for t in (tokens[:4], tokens[4:])]
     together = collate([Row((0, 1), len(tokens))], pair, shared=True, device=model.device)
     try:
-        packed: Tensor = model(**_arguments(model, together)).logits
+        packed: Tensor = model(**model_inputs(model, together)).logits
     except (TypeError, ValueError, RuntimeError) as error:  # no such argument, or no use for such a mask
         log.info("model_refused_shared_rows", model=type(model).__name__, reason=str(error))
         return False
     apart = [collate([Row((i,), len(s))], pair, shared=False, device=model.device) for i, s in enumerate(pair)]
-    expected = torch.cat([model(**_arguments(model, batch)).logits for batch in apart], dim=1)
+    expected = torch.cat([model(**model_inputs(model, batch)).logits for batch in apart], dim=1)
     tolerance = torch.finfo(packed.dtype).eps ** 0.5 * float(expected.abs().max())
     return bool((packed - expected).abs().max() <= tolerance)
 
 
-def _arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+    """The keyword arguments of a forward pass of `model`, or of its body."""
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     if batch.attention_mask is not None:
         arguments["attention_mask"] = _as_the_model_takes_it(model, batch.attention_mask)
@@ -203,5 +208,6 @@ def _as_the_model_takes_it(model: PreTrainedModel, mask: Tensor) -> Tensor:
     )
 
 
-def _autocast(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast_context(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to `dtype` on the model's device; None does nothing."""
     return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)

@@ -1,6 +1,7 @@
 """What a trainer is fed. No torch here."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ class TrainSample:
     behaviour_logprobs: npt.NDArray[np.float32]  # [T], at the rollout's temperature
     loss_mask: npt.NDArray[np.bool_]  # [T], False = not trained: too old, a tool's token, ...
     reward: float
+    finish: Literal["stop", "length"] = "stop"  # length: the answer was cut
+    versions: npt.NDArray[np.int32] | None = None  # [T], the policy version of each token; −1: no policy made it
+    token_rewards: npt.NDArray[np.float32] | None = None  # [T], beside `reward`; a step's reward at its last token
 
     def __post_init__(self) -> None:
         T = len(self.tokens)
@@ -29,7 +33,18 @@ class TrainSample:
                 f"sample {self.sample_id}: {T} tokens, {len(self.behaviour_logprobs)} behaviour_logprobs and "
                 f"{len(self.loss_mask)} loss_mask entries; all three must be of one length"
             )
+        for name in ("versions", "token_rewards"):
+            extra = getattr(self, name)
+            if extra is not None and len(extra) != T:
+                raise ValueError(f"sample {self.sample_id}: {T} tokens, but {len(extra)} {name}")
+        if self.token_rewards is not None and not np.isfinite(self.token_rewards).all():
+            raise ValueError(f"sample {self.sample_id}: token_rewards are not finite; drop it before training")
         if T == 0 or len(self.prompt_tokens) == 0:
             raise ValueError(f"sample {self.sample_id}: prompt and response must hold at least one token each")
         if not np.isfinite(self.reward):
             raise ValueError(f"sample {self.sample_id}: reward {self.reward} is not finite; drop it before training")
+
+    @property
+    def generated(self) -> int:
+        """Response tokens that a policy made; stale ones count, a tool's do not."""
+        return int(self.loss_mask.sum()) if self.versions is None else int((self.versions >= 0).sum())

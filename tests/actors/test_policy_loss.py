@@ -3,7 +3,8 @@ import torch
 
 from actors.trainer.config import CorrectionConfig
 from actors.trainer.corrections import behaviour_weight
-from actors.trainer.policy_loss import kl, ppo
+from actors.trainer.kl import kl
+from actors.trainer.losses.ppo import ppo
 from tests.actors.golden_policy import GOLDEN, in_rows, inputs
 
 CORRECTIONS = {

@@ -1,0 +1,159 @@
+"""Credit assignment: from the rewards of samples to the advantages of their trained tokens, in float64.
+
+penalise overlong answers → bias, scale, clip → normalise over samples → token rewards (KL, steps, the reward at the
+last token) → GAE → normalise over tokens. No torch.
+
+Shapes: B samples; m_i = trained tokens of sample i, T_i = its response tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.trainer import advantages as adv
+from actors.trainer.config import TrainerConfig
+from actors.trainer.gae import gae
+from actors.trainer.overlong import overlong_penalty
+from actors.trainer.samples import TrainSample
+from schemas.errors import UserError
+
+Floats = npt.NDArray[np.float64]
+AdvantageFunction = Callable[[Sequence[TrainSample], Floats], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What the critic thinks: of the trained tokens, [m_i] each, and of what is behind the last token, [B]."""
+
+    tokens: Sequence[npt.NDArray[np.float32]]
+    last: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The result, per sample."""
+
+    rewards: Floats  # [B], shaped
+    advantages: tuple[Floats, ...]  # [m_i] each
+    returns: tuple[Floats, ...]  # [m_i] each: what the critic learns
+
+
+def trained_mask(sample: TrainSample, config: TrainerConfig) -> npt.NDArray[np.bool_]:
+    """The sample's loss mask, bool [T]; all False for an unfinished answer, if such are to be masked."""
+    if config.unfinished == "mask" and sample.finish == "length":
+        return np.zeros_like(sample.loss_mask)
+    return sample.loss_mask
+
+
+def raw_rewards(samples: Sequence[TrainSample], config: TrainerConfig, max_new_tokens: int | None) -> Floats:
+    """Rewards with the overlong penalty, before bias, scale and clip; float64 [B]."""
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    if config.overlong is not None:
+        if max_new_tokens is None:
+            raise ValueError("the overlong penalty needs max_new_tokens, the length at which answers are cut")
+        rewards = rewards + overlong_penalty(
+            [s.generated for s in samples],
+            max_new_tokens=max_new_tokens,
+            tail=config.overlong.tail * max_new_tokens,
+            factor=config.overlong.factor,
+        )
+    return rewards
+
+
+def assign(
+    samples: Sequence[TrainSample],
+    config: TrainerConfig,
+    *,
+    max_new_tokens: int | None = None,
+    reference_kl: Sequence[npt.NDArray[Any]] | None = None,
+    values: Values | None = None,
+    own: AdvantageFunction | None = None,
+) -> Credit:
+    """Advantages of the trained tokens of each sample.
+
+    `reference_kl` [m_i] each is KL(behaviour ‖ reference), of which kl.coef is taken from the token's reward. `own` is
+    the user's function `advantages(samples, rewards)`, which returns one number a sample or [T_i] numbers for each; it
+    stands for everything behind the shaping of rewards.
+
+    An answer that was cut has the critic's value behind its last token as its future; with `unfinished: no_reward` it
+    loses its normalised reward. A reward at a masked token counts for the trained token before it.
+    """
+    group_ids = np.array([s.group_id for s in samples], dtype=np.int64)
+    rewards, final = adv.of_batch(raw_rewards(samples, config, max_new_tokens), group_ids, config)
+    masks = [trained_mask(s, config) for s in samples]
+    if own is not None:
+        chosen = _own(own, samples, rewards, masks)
+        return Credit(rewards, chosen, chosen)
+    section = config.advantage
+    cut = np.array([s.finish == "length" for s in samples], dtype=np.bool_)
+    if config.unfinished == "no_reward":
+        final = np.where(cut, 0.0, final)
+
+    lengths = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
+    rows = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]  # bool [B, M]: trained tokens side by side
+    token_rewards = np.zeros(rows.shape)
+    old_values = np.zeros(rows.shape)
+    for i, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+        n = lengths[i]
+        if reference_kl is not None and n:
+            token_rewards[i, :n] = -config.kl.coef * reference_kl[i]
+        if sample.token_rewards is not None:
+            places = np.cumsum(mask) - 1
+            earned = places >= 0
+            np.add.at(token_rewards[i], places[earned], config.reward_scale * sample.token_rewards[earned])
+        if n:
+            token_rewards[i, n - 1] += final[i]
+        if values is not None:
+            old_values[i, :n] = values.tokens[i]
+    last = np.where(cut, values.last, 0.0) if values is not None else np.zeros(len(samples))
+    advantages, returns = gae(
+        token_rewards, old_values, rows, last, discount=config.discount, gae_lambda=config.gae_lambda
+    )
+    if section.token_mean != "none" or section.token_std != "none":
+        advantages[rows] = adv.normalise(
+            advantages[rows],
+            np.repeat(group_ids, lengths),
+            mean=section.token_mean,
+            std=section.token_std,
+            eps=section.eps,
+        )
+    return Credit(rewards, _cut(advantages, lengths), _cut(returns, lengths))
+
+
+def _cut(rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, ...]:
+    return tuple(row[:n] for row, n in zip(rows, lengths, strict=True))
+
+
+def _own(
+    function: AdvantageFunction,
+    samples: Sequence[TrainSample],
+    rewards: Floats,
+    masks: Sequence[npt.NDArray[np.bool_]],
+) -> tuple[Floats, ...]:
+    name = getattr(function, "__name__", "advantages")
+    found = function(samples, rewards)
+    if len(found) != len(samples):
+        raise UserError(
+            f"The advantage function {name} returned {len(found)} advantages for {len(samples)} samples.",
+            "It must return one number for each sample, or an array of one number for each of its response tokens.",
+        )
+    out = []
+    for sample, mask, given in zip(samples, masks, found, strict=True):
+        of_tokens = np.asarray(given, dtype=np.float64)
+        if of_tokens.ndim > 1 or (of_tokens.ndim == 1 and len(of_tokens) != len(mask)):
+            raise UserError(
+                f"The advantage function {name} returned shape {of_tokens.shape} for sample {sample.sample_id}, which "
+                f"has {len(mask)} response tokens.",
+                "It must return one number for each sample, or an array of one number for each of its response tokens.",
+            )
+        of_trained = np.broadcast_to(of_tokens, len(mask))[mask]
+        if not np.isfinite(of_trained).all():
+            raise UserError(
+                f"The advantage function {name} returned a number that is not finite for sample {sample.sample_id}.",
+                "Guard its divisions: a group whose rewards are all equal has a standard deviation of 0.",
+            )
+        out.append(of_trained)
+    return tuple(out)

@@ -1,0 +1,68 @@
+"""AdamW with a schedule, a bound on the gradient's norm, and a loud refusal of gradients that are not finite."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from actors.trainer.config import TrainerConfig
+
+log = structlog.get_logger(__name__)
+
+
+def schedule(step: int, config: TrainerConfig) -> float:
+    """The share of `lr` that step `step` uses: linear warm-up, times linear decay to `min_lr_ratio` if asked for."""
+    warm_up = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.decay_steps == 0:
+        return warm_up
+    done = min(1.0, step / config.decay_steps)
+    return warm_up * (1.0 - (1.0 - config.min_lr_ratio) * done)
+
+
+class Optimizer:
+    """The optimizer of some parameters. `lr` is the highest learning rate; the rest is the trainer's config."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig, lr: float) -> None:
+        self._config = config
+        self._lr = lr
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._hyperparameters: dict[str, Any] = {
+            "lr": lr,
+            "betas": config.betas,
+            "eps": config.adam_eps,
+            "weight_decay": config.weight_decay,
+        }
+        self.adam = torch.optim.AdamW(self._parameters, **self._hyperparameters, fused=True)
+
+    def schedule(self, step: int) -> float:
+        """Set the learning rate of training step `step`, and return it."""
+        lr = self._lr * schedule(step, self._config)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def update(self, step: int) -> float:
+        """One optimizer step on the accumulated gradients; returns their global norm before clipping, or skips the
+        step, loudly, and returns what was not finite."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        value = float(norm)
+        if np.isfinite(value):
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.grad_clip, norm)
+            self.adam.step()
+        else:
+            log.warning("optimizer_step_skipped", step=step, grad_norm=value, reason="the gradient is not finite")
+        self.adam.zero_grad(set_to_none=True)
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state. Tensors are not copied."""
+        return self.adam.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`, but with the hyperparameters of this config."""
+        self.adam.load_state_dict(dict(state))
+        for group in self.adam.param_groups:  # torch takes these from the state too, in silence
+            group |= self._hyperparameters

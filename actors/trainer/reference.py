@@ -1,0 +1,45 @@
+"""The frozen policy that a KL penalty holds on to."""
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from schemas.errors import UserError
+
+INITIAL = "initial"
+
+
+def load_reference(name: str, model: PreTrainedModel, base: Path | None, initial: Path | None) -> PreTrainedModel:
+    """The reference that a recipe names, on the device of `model`, in eval mode and without gradients.
+
+    "initial" is version 0, in the folder `initial`; without that folder a copy of `model`. Anything else is a model
+    folder, relative to `base`. Raises `UserError` if it cannot be loaded, or has another vocabulary than `model`.
+    """
+    if name == INITIAL and initial is None:
+        return _frozen(copy.deepcopy(model))
+    folder = initial if name == INITIAL else (base or Path()) / Path(name).expanduser()
+    assert folder is not None
+    try:
+        reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The reference policy {folder} cannot be loaded: {str(error).splitlines()[0]}",
+            "trainer.reference is 'initial', or the folder of a causal language model, relative to the recipe.",
+        ) from error
+    sizes = [m.config.get_text_config().vocab_size for m in (reference, model)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"The reference policy {folder} has {sizes[0]} tokens, the model {sizes[1]}: their probabilities cannot be "
+            "compared.",
+            "Name a reference with the model's own tokenizer.",
+        )
+    reference.to(device=model.device)  # type: ignore[call-arg]  # in place; its signature is lost in a decorator
+    return _frozen(reference)
+
+
+def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+    model.train(False)
+    model.requires_grad_(False)
+    return model

@@ -1,0 +1,128 @@
+"""The sections within `trainer`: how rewards, advantages, corrections, KL and critic are told. Imports no torch."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
+
+from schemas.config import Config
+
+Level = Literal["none", "batch", "group"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def _function_path(value: str) -> str:
+    source, colon, name = value.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError(
+            f"{value!r} names no function => Write 'path/to/file.py:function', relative to the recipe, or "
+            "'package.module:function'."
+        )
+    return value
+
+
+FunctionPath = Annotated[str, AfterValidator(_function_path)]
+
+# Corrections by the field's names; each is shorthand for the keys of `CorrectionConfig`.
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "tis": {"level": "token", "action": "clamp", "upper": 2.0},
+    "icepop": {"level": "token", "action": "mask", "lower": 0.5, "upper": 5.0},
+    "mis": {"level": "sequence", "aggregate": "sum", "action": "mask", "upper": 5.0},
+    "geometric": {"level": "sequence", "aggregate": "mean", "action": "mask", "lower": 0.5, "upper": 2.0},
+}
+
+
+class CorrectionConfig(Config):
+    """How the behaviour weight ρ = exp(proximal − behaviour) is kept in bounds (see `corrections`).
+
+    Without bounds the raw weight is used. By name (`behaviour_weight: tis`): `tis` clamps tokens, `icepop` masks tokens
+    outside [0.5, 5], `mis` masks sequences by the product of their ratios, `geometric` by their geometric mean.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    aggregate: Literal["sum", "mean", "max"] = "mean"  # over the tokens of a sequence; level "token" ignores it
+    action: Literal["mask", "clamp"] = "mask"
+    lower: float | None = None
+    upper: float | None = 5.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in CORRECTIONS:
+            raise ValueError(
+                f"{value!r} is no correction => Use one of {', '.join(CORRECTIONS)}, or the keys level, metric, "
+                "aggregate, action, lower and upper."
+            )
+        return CORRECTIONS[value]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.action == "clamp" and self.metric != "ratio":
+            raise ValueError(
+                f"action 'clamp' bounds the weight itself, which metric {self.metric!r} does not measure: "
+                "use metric 'ratio', or action 'mask'"
+            )
+        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
+            raise ValueError(f"lower {self.lower} is not below upper {self.upper}: nothing would be in bounds")
+        return self
+
+
+class AdvantageConfig(Config):
+    """How rewards become advantages (see `advantages.normalise` and `credit`). The default is GRPO.
+
+    `mean` and `std` normalise the rewards of samples: GRPO group / group, Dr.GRPO group / none, LitePPO group / batch,
+    RLOO group / none with leave_one_out. `token_mean` and `token_std` normalise the advantages of tokens, behind the
+    GAE: PPO and REINFORCE++ batch / batch, with none / none for the rewards.
+    """
+
+    mean: Level = "group"
+    std: Level = "group"
+    leave_one_out: bool = False
+    eps: PositiveFloat = 1e-5
+    token_mean: Level = "none"
+    token_std: Level = "none"
+    function: FunctionPath | None = None  # one of the user's own, instead of all that is above and of the GAE
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.leave_one_out and self.mean == "none":
+            raise ValueError("leave_one_out needs a mean to leave a sample out of: set mean to 'group' or 'batch'")
+        return self
+
+
+class KlConfig(Config):
+    """The penalty on moving away from `trainer.reference`: `coef` times KL, per token."""
+
+    coef: float = Field(default=0.0, ge=0)
+    estimator: KlEstimator = "k3"
+    place: Literal["loss", "reward"] = "loss"  # reward: KL(behaviour ‖ reference), and the GAE carries it on
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.coef and self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "k1 in the loss has the gradient of the log-probability, whatever the reference says: it holds "
+                "nothing back => Set estimator to k2 or k3, or place to reward."
+            )
+        return self
+
+
+class OverlongConfig(Config):
+    """DAPO's soft penalty on answers near `rollout.max_new_tokens`: from 0, `tail` before it, to `factor` at it."""
+
+    tail: float = Field(default=0.2, gt=0, le=1)  # as a share of rollout.max_new_tokens
+    factor: PositiveFloat = 1.0
+
+
+class CriticConfig(Config):
+    """A value model: the policy's architecture with a head of one number, its own weights and its own optimizer.
+
+    What is not named here (betas, weight_decay, grad_clip, the schedule of the learning rate) is the trainer's.
+    """
+
+    lr: PositiveFloat = 1e-5
+    loss: Literal["mse", "huber"] = "mse"
+    clip: PositiveFloat | None = 0.5  # how far a value may move from that before the step; None clips nothing
+    huber_delta: PositiveFloat = 10.0
