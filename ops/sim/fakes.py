@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import hashlib
 import struct
 from collections import deque
@@ -99,6 +100,12 @@ class Disk:
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
     checkpoints: dict[int, Saved] = dataclasses.field(default_factory=dict)
     exported: list[str] = dataclasses.field(default_factory=list)
+    steps_trained: set[int] = dataclasses.field(default_factory=set)
+
+
+def _check_room(process: Process) -> None:
+    if process.world.fate("disk_full"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class MemoryStore:
@@ -110,6 +117,7 @@ class MemoryStore:
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightFile:
         """See `WeightStore.publish`."""
+        _check_room(self._process)
         contents = bytes_of(version, tensors["state"])
         digest = digest_of(contents)
         path = f"v{version:06d}-{digest.removeprefix('blake2b-')[:8]}"
@@ -150,6 +158,7 @@ class MemoryCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """See `Checkpoints.save`."""
+        _check_room(self._process)
         world, saved = self._process.world, self._disk.checkpoints
         torn = world.fate("torn_save")
         if torn:
@@ -190,6 +199,9 @@ class FakeLearner:
     def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
         """See `LearnerPort.step`."""
         self.state = next_state(self.state, step, samples)
+        if step in self._disk.steps_trained:
+            self._process.world.count("a batch was trained again")
+        self._disk.steps_trained.add(step)
         self._process.world.note(f"trained step {step} -> {self.state[:8]}")
         rewards = [sample.reward for sample in samples]
         return {"reward_mean": sum(rewards) / max(1, len(rewards))}

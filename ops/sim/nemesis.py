@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.memory import MemoryBus
-from bus.table import BATCHES, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.port import BusFull
+from bus.table import DROPPED, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS
 from ops.sim.scenario import TIMED
 from ops.sim.world import RUN, Process, World
 from schemas import Control
@@ -16,8 +17,9 @@ from schemas import Control
 if TYPE_CHECKING:
     from ops.sim.run import _Launcher
 
+AGAIN_S: Final = 0.1
 FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
-CAN_FILL: Final = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED)
+ANYBODY_WRITES: Final = (ROLLOUTS, SCORED, DROPPED, PARTIALS)  # the others' sequences mean something
 
 
 class Nemesis:
@@ -36,6 +38,9 @@ class Nemesis:
             "clock": self._clock,
             "pause": self._pause,
             "drain": self._drain,
+            "power": self._power,
+            "lease": self._lease,
+            "garbage": self._garbage,
         }
 
     def works(self) -> list[Coroutine[Any, Any, None]]:
@@ -94,7 +99,7 @@ class Nemesis:
                 world.count("an acknowledgement was forgotten")
 
     def _full(self, dice: random.Random, process: Process) -> None:
-        stream = dice.choice(CAN_FILL).name
+        stream = dice.choice(STREAMS).name
         self._world.hub.full.add(stream)
         self._world.note(f"{stream} is full")
         self._world.later(self._while_s(dice, 2.0), self._make_room, stream)
@@ -112,7 +117,32 @@ class Nemesis:
         self._world.later(self._while_s(dice, 2.0), self._publish, Control(action="resume", nonce=nonce))
 
     def _publish(self, control: Control) -> None:
-        self._world.loop.create_task(MemoryBus(RUN, self._world.hub).publish(control), context=self._world.context)
+        self._world.loop.create_task(self._published(control), context=self._world.context)
+
+    async def _published(self, control: Control) -> None:
+        bus = MemoryBus(RUN, self._world.hub)
+        while True:
+            try:
+                await bus.publish(control)
+            except BusFull:
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
 
     def _drain(self, dice: random.Random, process: Process) -> None:
         self._launcher.drain("the user wants it")
+
+    def _power(self, dice: random.Random, process: Process) -> None:
+        for other in list(self._launcher.alive):
+            self._world.kill(other)
+        self._restart(dice, process)
+
+    def _lease(self, dice: random.Random, process: Process) -> None:
+        leases = self._world.hub.runs[RUN].logs[LEASES.name]
+        for seq in list(leases.entries):
+            leases.remove(seq)
+
+    def _garbage(self, dice: random.Random, process: Process) -> None:
+        log = self._world.hub.runs[RUN].logs[dice.choice(ANYBODY_WRITES).name]
+        if log.stream.name not in self._world.hub.full:
+            log.store("garbage" if log.stream.keyed else "", dice.randbytes(dice.randint(0, 40)), {})

@@ -1,8 +1,8 @@
 """The bad way to a good log: one process's client of the in-memory log, across a network that delays, loses and cuts.
 
 It behaves as the JetStream adapter does. What is sent arrives in the order of sending, also if its sender is killed
-meanwhile. An unanswered request is repeated under the same id until `PUBLISH_DEADLINE_S`, so its effect may happen
-twice. Acknowledgements of deliveries are sent and not answered. Faults strike at each of these points.
+meanwhile. An unanswered request is repeated under the same id until its deadline, so its effect may happen twice.
+Acknowledgements of deliveries are sent and not answered. Faults strike at each of these points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypeVar
 
 from bus.memory import MemoryBus
 from bus.port import Ack, BusFull, BusUnavailable, ConsumerInfo, Delivery, Entry, Fenced, StreamInfo, Subscription
-from bus.table import LEASES, PUBLISH_DEADLINE_S, PUBLISH_TIMEOUT_S, STREAM_OF, Consumer, Stream
+from bus.table import LEASES, PUBLISH_TIMEOUT_S, STREAM_OF, Consumer, Stream
 from ops.sim.world import RUN, Process
 from schemas import Message
 
@@ -41,7 +41,7 @@ class SimBus(MemoryBus):
     async def ask(self, what: str, effect: Callable[[], T]) -> T:
         """Have the server do something, at least once. Raises `BusUnavailable`, or what `effect` raises."""
         world, process = self.world, self.process
-        until_s = world.loop.time() + PUBLISH_DEADLINE_S
+        until_s = world.loop.time() + world.scenario.deadline_s
         while True:
             await process.ready()
             fate = world.fate("crash_before", "crash_after", "lost_answer", "slow_call")
@@ -59,7 +59,7 @@ class SimBus(MemoryBus):
                     return result  # type: ignore[no-any-return]
                 world.count("a request was repeated")
             if world.loop.time() > until_s:
-                raise BusUnavailable(f"no answer to {what} within {PUBLISH_DEADLINE_S:.0f} s")
+                raise BusUnavailable(f"no answer to {what} within {world.scenario.deadline_s:.0f} s")
             await asyncio.sleep(AGAIN_S)
 
     def send(self, arrive: Callable[[], None], slow: bool = False) -> None:

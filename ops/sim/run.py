@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -30,7 +31,7 @@ from actors.trainer.actor import Trainer
 from actors.trainer.config import TrainerConfig
 from bus.memory import MemoryBus
 from bus.port import BusFull, BusUnavailable, Fenced
-from ops.host import Actor, Role, run_actors
+from ops.host import Actor, Role, as_user_error, run_actors
 from ops.sim.checkers import Checker
 from ops.sim.fakes import (
     Disk,
@@ -53,6 +54,7 @@ CALM_S: Final = 600.0  # virtual time that a run may take after the last fault
 DRAIN_S: Final = 30.0
 LEFT_S: Final = 60.0  # for what a killed process leaves to end
 CHILDREN: Final = 2
+CUTS: Final = {"partition", "restart", "power", "lost_answer", "slow_call"}  # after which the log may not be reached
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -300,21 +302,18 @@ class _Launcher:
             return False
         struck = {name.partition(":")[0] for name in self.world.struck}
         self.world.count(f"a process ended: {type(error).__name__}")
-        if isinstance(error, BusFull) and "full" in struck:
-            return True
-        if (
-            isinstance(error, UserError)
-            and "reward_fails" in struck
-            and error.message.startswith("The reward function")
-        ):
-            return True
-        if isinstance(error, BusUnavailable) and struck & {"partition", "restart", "stall"}:
-            return False
+        mendable = as_user_error(error, Path("disk")) if isinstance(error, Exception) else None
+        due = (
+            (isinstance(error, BusFull) and "full" in struck)
+            or (isinstance(error, OSError) and "disk_full" in struck)
+            or (isinstance(error, UserError) and "reward_fails" in struck and "reward function" in error.message)
+            or (isinstance(error, BusUnavailable) and bool(struck & CUTS))
+        )
         if isinstance(error, Fenced):
             self.world.violate("I7", f"{process} ended: {error}")
-        else:
+        elif not due:
             self.world.violate("errors", f"{process} ended: {error!r}")
-        return False
+        return mendable is not None
 
     def drain(self, why: str) -> None:
         """Stop the whole run in order, mend what is to be mended, and resume it."""

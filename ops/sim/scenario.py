@@ -20,14 +20,17 @@ OnUpdate: TypeAlias = Literal["recompute", "keep", "drain"]
 # Faults that strike at some time, by mean strikes a virtual second.
 TIMED: Final[dict[str, str]] = {
     "kill": "kill -9 of a process, started again later",
+    "power": "kill -9 of all processes and of the server",
     "term": "SIGTERM of a process, started again later",
     "stall": "SIGSTOP of a process, maybe with a successor beside it when it goes on",
     "partition": "a process that reaches the log no more for a while",
     "restart": "the server is killed: all connections lost, the last acknowledgements forgotten",
+    "lease": "the server loses a lease, so that two controllers lead",
     "full": "a stream refuses; the operator makes room and resumes the run",
     "clock": "the wall clock of a process is set",
     "pause": "the user pauses the run and resumes it",
     "drain": "the user stops the run in order and resumes it",
+    "garbage": "somebody stores bytes that are no message",
 }
 # Faults that strike at a call, by probability.
 AT_CALL: Final[dict[str, str]] = {
@@ -41,6 +44,7 @@ AT_CALL: Final[dict[str, str]] = {
     "stale_read": "a lagging replica answers",
     "crash_at_disk": "a process dies in a thread, before or after its effect",
     "slow_disk": "a call in a thread takes long",
+    "disk_full": "a write finds the disk full; the operator makes room and resumes the run",
     "torn_save": "a process dies in the midst of saving a checkpoint",
     "reward_fails": "the reward of a sample ends in a timeout, an error, or no number",
 }
@@ -86,6 +90,7 @@ class Scenario:
     disk_s: float = 0.01
     ack_wait_s: float = 3.0
     dedupe_window_s: float = 120.0
+    deadline_s: float = 120.0  # of a request to the log
     restart_s: float = 0.5
     quiet_s: float = 20.0
     faults: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -139,7 +144,7 @@ def draw(seed: int) -> Scenario:
     group_size = recipe.choice((1, 2, 2, 3, 4))
     return Scenario(
         seed=seed,
-        steps=recipe.randint(3, 6),
+        steps=recipe.randint(3, 8),
         max_staleness=recipe.choice((0, 0, 1, 1, 2, 3, 4, 8)),
         batch_groups=recipe.randint(1, 4),
         group_size=group_size,
@@ -156,20 +161,21 @@ def draw(seed: int) -> Scenario:
         keep_versions=recipe.randint(1, 4),
         workers=recipe.choice((1, 1, 2, 2, 3, 4)),
         rewarders=recipe.choice((1, 1, 2)),
-        controllers=recipe.choice((1, 1, 2)),
-        trainers=recipe.choice((1, 1, 1, 2)),
+        controllers=recipe.choice((1, 2, 2)),
+        trainers=recipe.choice((1, 1, 2)),
         shared=recipe.random() < 0.5,
         equal_share=recipe.choice((0.0, 0.0, 0.3, 0.6)),
-        token_s=speed.choice((0.01, 0.03, 0.1)),
-        reward_s=speed.choice((0.01, 0.1, 0.5)),
-        train_s=speed.choice((0.02, 0.2, 1.0)),
-        swap_s=speed.choice((0.01, 0.1, 0.5)),
+        token_s=speed.choice((0.02, 0.1, 0.3)),
+        reward_s=speed.choice((0.05, 0.3, 1.0)),
+        train_s=speed.choice((0.1, 0.5, 2.0)),
+        swap_s=speed.choice((0.02, 0.2, 1.0)),
         network_s=speed.choice((0.0005, 0.003, 0.02)),
         disk_s=speed.choice((0.001, 0.01, 0.1)),
         ack_wait_s=speed.choice((1.0, 3.0, 6.0)),
         dedupe_window_s=speed.choice((0.5, 3.0, 120.0)),
+        deadline_s=speed.choice((3.0, 120.0)),
         restart_s=speed.choice((0.1, 0.5, 2.0)),
-        quiet_s=speed.choice((5.0, 10.0, 20.0)),
+        quiet_s=speed.choice((10.0, 20.0, 40.0)),
         faults=_draw_faults(faults),
     )
 
@@ -178,9 +184,9 @@ def _draw_faults(dice: random.Random) -> dict[str, float]:
     share = dice.choice((0.0, 0.15, 0.3, 0.5))  # of the kinds that are in at all
     out = {}
     for kind in FAULTS:
-        rate = dice.choice((0.05, 0.15, 0.4) if kind in TIMED else (0.003, 0.01, 0.03, 0.1))
+        rate = dice.choice((0.05, 0.2, 0.6) if kind in TIMED else (0.01, 0.03, 0.1, 0.3))
         if kind.startswith("crash"):
-            rate /= 5  # at every call; more, and nothing ever begins
+            rate /= 20  # at every call; more, and nothing ever begins
         if dice.random() < share:
             out[kind] = rate
     return out
