@@ -338,6 +338,59 @@ def chaos(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe, for its controller and rollout sections.")] = None,
+    overrides: Overrides = None,
+    devices: Annotated[int, typer.Option("--devices", help="Of the whole cluster.")] = 64,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", help="Speeds: a preset such as h800-7b, or a YAML file.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="Of answers: mean=9400,p95=24000,max=27648; fixed=512; or a file of numbers."),
+    ] = None,
+    run: Annotated[str | None, typer.Option("--from", help="Lengths and speeds as this run measured them.")] = None,
+    staleness: Annotated[str, typer.Option("--staleness", help="Bounds η to compare.")] = "0,1,2,4,8,16",
+    split: Annotated[str, typer.Option("--split", help="Rollout and trainer devices, 48:16, or auto.")] = "auto",
+    batch: Annotated[str | None, typer.Option("--batch", help="Groups a step x samples a group: 512x16.")] = None,
+    growth: Annotated[float, typer.Option("--grow", help="In the end answers are so many times as long.")] = 1.0,
+    uninformative: Annotated[
+        float, typer.Option("--uninformative", min=0, max=1, help="Share of groups whose rewards are all equal.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the lengths that are drawn.")] = 0,
+    image: Annotated[Path | None, typer.Option("--plot", help="A .png or .svg to draw the plan into.")] = None,
+    show_hardware: Annotated[
+        str | None, typer.Option("--show-hardware", help="Print a preset, to begin your own file from, and end.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict how fast a cluster would train: how to split its devices, and what each staleness bound would give.
+
+    The production controller runs in virtual time against models of engines and trainer. Half a minute for 64 devices.
+
+    ```
+    rollstream plan --devices 64 --hardware h800-1.5b --batch 512x16 --lengths mean=9400,p95=24000,max=27648
+    rollstream plan my.yaml --devices 8 --hardware h800-7b --lengths lengths.txt --split 6:2 --staleness 0,4
+    rollstream plan --from runs/running-total-20250101-120000 --devices 4
+    rollstream plan --show-hardware h800-7b > mine.yaml
+    ```
+    """
+    from ops.plan import command
+
+    if show_hardware is not None:
+        command.show_hardware(show_hardware)
+        return
+    from ops.logging import configure
+
+    configure(console=False)
+    asked = command.Asked(
+        recipe, tuple(overrides or ()), devices, hardware, lengths, run, staleness, split, batch, growth,
+        uninformative, seed, as_json, image,
+    )  # fmt: skip
+    _finish(command.main(asked))
+
+
+@app.command()
 def sft(recipe: RecipePath, overrides: Overrides = None, folder: RunDir = None) -> None:
     """Make the recipe's model, warm-started by its `sft` section, without training it further.
 

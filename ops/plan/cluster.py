@@ -42,7 +42,8 @@ class StepRecord:
     """A trained step. Times in seconds since the start; tokens of responses, unless said otherwise.
 
     `ages[k]` tokens were k versions old. `trained_tokens` counts prompts too and tokens that are masked, since they
-    cost time. `waited_s`: the trainer had nothing to do so long before it. `live_limit`: groups that the pace allowed then.
+    cost time. `waited_s` is how long the trainer had nothing to do before it, `live_limit` how many groups the pace
+    allowed then.
     """
 
     done_s: float

@@ -168,30 +168,33 @@ def presets() -> list[str]:
     )
 
 
+def hardware_text(name: str) -> str:
+    """The text of a preset, or of a file. Raises `UserError`."""
+    if name in presets():
+        return files("ops.plan").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no hardware file or preset {name}.", f"The presets are {', '.join(presets())}."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The hardware file {name} cannot be read: {error}.", "Name a YAML file.") from None
+
+
 def load_hardware(name: str) -> Hardware:
     """A preset, or a YAML file. Raises `UserError`."""
-    if name in presets():
-        text, source = files("ops.plan").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8"), name
-    else:
-        source = name
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(
-                f"There is no hardware file or preset {name}.", f"The presets are {', '.join(presets())}."
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"The hardware file {name} cannot be read: {error}.", "Name a YAML file.") from None
+    text = hardware_text(name)
     try:
         fields = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"The hardware file {source} is no YAML: {error}.", "Mend it.") from None
+        raise UserError(f"The hardware file {name} is no YAML: {error}.", "Mend it.") from None
     try:
         return Hardware.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"The hardware file {source}: {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}.",
+            f"The hardware file {name}: {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}.",
             "`rollstream plan --show-hardware h800-1.5b` prints one that works.",
         ) from None

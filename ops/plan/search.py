@@ -43,6 +43,10 @@ class Plan:
         """The best split under the reference bound."""
         return self.splits[0]
 
+    def bounds_at(self, bound: int) -> Outcome:
+        """The best split under this η, which is one of `bounds`."""
+        return next(outcome for outcome in self.bounds if outcome.max_staleness == bound)
+
     def speedup(self, outcome: Outcome) -> float:
         """Over the synchronous schedule on all devices."""
         return outcome.tokens_per_s / self.synchronous.tokens_per_s
