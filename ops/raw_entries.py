@@ -10,23 +10,22 @@ import msgpack
 
 from bus.port import Entry
 from schemas import MalformedMessage, Segments, sample_id
+from schemas.upcast import to_current
 
 INDEX_BITS: Final = 20  # a sample's index is below 2**20
 
 
 def fields_of(entry: Entry) -> dict[str, Any]:
-    """The packed fields of an entry, without the checks that building the message would cost.
+    """The packed fields of an entry, in the current version of its type, without the checks that building it costs.
 
     Raises:
-        MalformedMessage: it is no envelope.
+        MalformedMessage: it is no envelope, or of a newer program.
     """
     try:
-        _, _, fields = msgpack.unpackb(entry.data)
+        name, version, fields = msgpack.unpackb(entry.data)
     except Exception as error:  # msgpack raises a dozen kinds
         raise MalformedMessage(f"{type(error).__name__} {error}") from None
-    if not isinstance(fields, dict):
-        raise MalformedMessage("not an envelope")
-    return fields
+    return to_current(name, version, fields)[1]
 
 
 def segments_in(packed: bytes) -> Segments:

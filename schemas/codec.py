@@ -1,7 +1,8 @@
 """Messages to bytes and back.
 
 On the wire a message is the msgpack array `[type, type version, {field: value}]`. Unknown fields are ignored and
-missing ones take their defaults, so fields can be added; a changed meaning is a new type version with an upcaster.
+missing ones take their defaults, so fields can be added; a changed meaning is a new type version with an upcaster, so
+every program reads what older ones wrote (`schemas.upcast`).
 Decoding bounds every length before it allocates, since bytes come from other machines.
 """
 
@@ -14,7 +15,8 @@ import msgpack
 
 from schemas.errors import MalformedMessage
 from schemas.fields import DATA_ITEMS_MAX
-from schemas.messages import TYPES, Message
+from schemas.messages import Message
+from schemas.upcast import to_current
 
 PAYLOAD_BYTES_MAX = 8_000_000  # below the 8 MB `max_payload` that we give the server
 CONTAINERS_MAX = 1 << 15  # lists and maps in one message; an empty one is a byte on the wire and 64 in memory
@@ -50,16 +52,9 @@ def decode(payload: bytes) -> Message:
         raise
     except Exception as error:  # msgpack raises a dozen kinds, UnicodeDecodeError and StackError among them
         raise MalformedMessage(f"not msgpack: {type(error).__name__} {error}") from None
-    match envelope:
-        case [str(name), int(version), dict(fields)]:
-            pass
-        case _:
-            raise MalformedMessage("not an envelope [type, version, fields]")
-    kind = TYPES.get(name)
-    if kind is None:
-        raise MalformedMessage(f"unknown message type {name[:40]!r}")
-    if type(version) is not int or version != kind.TYPE_VERSION:
-        raise MalformedMessage(f"{name} has version {version}; this program reads version {kind.TYPE_VERSION}")
+    if not isinstance(envelope, list) or len(envelope) != 3:
+        raise MalformedMessage("not an envelope [type, version, fields]")
+    kind, fields = to_current(*envelope)
     return kind.unpacked(fields)
 
 
