@@ -235,6 +235,51 @@ def replay_reward(
     _finish(into_reward.main(*split_arguments(arguments or []), out, check))
 
 
+@app.command()
+def trace(
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="12-3: a sample; 12: its group; step:7: a step's.")],
+    target: LogTarget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell one sample's life: prompt, worker, each token by the weights that made it, reward, advantage, step.
+
+    ```
+    rollstream trace 12-3
+    rollstream trace step:7 bug.rollstream
+    rollstream trace 12-3 runs/running-total-20250101-120000 --json
+    ```
+    """
+    from ops import trace as command
+    from ops.logging import configure
+
+    configure(console=False)
+    _finish(command.main(wanted, target, as_json))
+
+
+@app.command()
+def diff(
+    target: LogTarget = None,
+    start: FromStep = 0,
+    stop: ToStep = None,
+    worst: Annotated[int, typer.Option("--worst", min=0, max=10_000, help="The worst tokens to tell.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the engine's log-probabilities with the trainer's, token by token, under the weights that made each.
+
+    Exit status 1 if they differ by more than their number formats explain.
+
+    ```
+    rollstream diff
+    rollstream diff bug.rollstream --from 400 --to 412 --worst 50
+    ```
+    """
+    from ops import diff as command
+    from ops.logging import configure
+
+    configure(console=False)
+    _finish(command.main(target, start, stop, worst, as_json))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A finished run, or a model's folder.")],
@@ -447,6 +492,37 @@ def doctor() -> None:
 
     configure(console=False)
     raise typer.Exit(command.main(RUNS))
+
+
+@app.command()
+def sim(
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many runs.")] = 2000,
+    first: Annotated[int, typer.Option("--first", min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Run for so long instead of --seeds.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Run this one only.")] = None,
+    scenario: Annotated[str | None, typer.Option("--scenario", help="Run this one only, as printed before.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="With one run: show all that happened.")] = False,
+    regressions: Annotated[Path | None, typer.Option("--regressions", help="Add failing scenarios to it.")] = None,
+) -> None:
+    """Run all actors in virtual time under faults drawn from a seed, and hold them to every promise.
+
+    No GPU, no server, no network. A seed repeats exactly. A failing one is made small and printed. Exit status 1 if a
+    promise was broken.
+
+    ```
+    rollstream sim
+    rollstream sim --minutes 60 --first 100000 --jobs 8
+    rollstream sim --seed 17 --trace
+    ```
+    """
+    from ops.sim import command
+    from ops.sim.scenario import Scenario, draw
+
+    if seed is not None or scenario is not None:
+        one = draw(seed) if seed is not None else Scenario.from_json(scenario or "")
+        raise typer.Exit(command.replay(one, trace))
+    raise typer.Exit(command.main(first, seeds, jobs, minutes, regressions))
 
 
 @app.command()

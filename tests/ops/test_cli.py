@@ -55,6 +55,8 @@ COMMANDS = (
     "audit",
     "replay trainer",
     "replay reward",
+    "trace",
+    "diff",
     "eval",
     "sft",
     "init",

@@ -1,0 +1,258 @@
+"""Lives of samples in a terminal: every token in the colour of the weights that made it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ops.lives import Life
+from ops.text import HfTokenizer, visible
+from schemas import Segments, oldest_and_newest
+
+COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue", "bright_red")
+MASKED: Final = "strike dim"  # too old to be trained
+COLUMNS: Final = ("sample", "tokens", "versions", "worker", "reward", "advantage", "age", "fate")
+NUMERIC: Final = ("tokens", "reward", "advantage", "age")
+PROMPT_CHARS_MAX = 2000
+ANSWER_WIDTH_MIN = 24
+INDENT = 2
+
+
+def print_life(life: Life, tokenizer: HfTokenizer, console: Console) -> None:
+    """All about one sample."""
+    console.print(Text.assemble((life.id, "bold"), "  ", _fate(life)))
+    _section(console, "prompt", _prompt(life))
+    if life.rollout is not None:
+        _section(console, "answer", _answer(life, tokenizer))
+        console.print(Padding(_legend(life), (0, 0, 0, INDENT), expand=False))
+    elif life.partial is not None:
+        pieces = tokenizer.pieces(life.partial.tokens.tolist())
+        _section(console, "answer so far", coloured(pieces, life.partial.segments))
+    _section(console, "life", _times(life))
+    facts = _facts(life)
+    if facts.row_count:
+        _section(console, "outcome", facts)
+    for letter in life.dead_letters:
+        console.print(f"dead letter from {visible(letter)}", style="red", markup=False, soft_wrap=True)
+    for what in life.again:
+        console.print(f"came a second time: {what}; readers drop it", style="dim", markup=False, soft_wrap=True)
+
+
+def print_lives(title: str, lives: Sequence[Life], tokenizer: HfTokenizer, console: Console) -> None:
+    """A line for each of several samples."""
+    console.print(Text(f"{title}: {len(lives)} samples", "bold"))
+    rows = [_row(life) for life in lives]
+    taken = Measurement.get(console, console.options, _table(COLUMNS, rows)).maximum
+    room = max(ANSWER_WIDTH_MIN, console.width - taken - 2)
+    answers = [_short_answer(life, tokenizer, room) for life in lives]
+    full = [(*row, answer) for row, answer in zip(rows, answers, strict=True)]
+    console.print(_table((*COLUMNS, "answer"), full))
+    rewards = [life.scored.reward for life in lives if life.scored is not None and life.scored.reward is not None]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        console.print(f"mean reward {mean:.3f}; one of them is told by: rollstream trace {lives[0].id}")
+
+
+def _table(headings: Sequence[str], rows: Sequence[tuple[str | Text, ...]]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in NUMERIC else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(life: Life) -> tuple[str | Text, ...]:
+    rollout, scored, training = life.rollout, life.scored, life.training
+    age = ""
+    if training is not None:
+        age = str(max(training.staleness, default=0))
+        age += f" ({training.masked} masked)" if training.masked else ""
+    return (
+        life.id,
+        str(len(rollout.tokens)) if rollout is not None else "",
+        _versions(rollout.segments) if rollout is not None else "",
+        rollout.worker if rollout is not None else "",
+        "" if scored is None else scored.verdict if scored.reward is None else _number(scored.reward),
+        f"{training.advantage:+.3f}" if training is not None else "",
+        age,
+        _fate(life),
+    )
+
+
+def _short_answer(life: Life, tokenizer: HfTokenizer, room: int) -> Text:
+    if life.rollout is None:
+        return Text()
+    pieces = tokenizer.pieces(life.rollout.tokens.tolist()[:room])
+    text = coloured(pieces, life.rollout.segments, one_line=True)
+    text.truncate(room, overflow="ellipsis")
+    return text
+
+
+def coloured(pieces: Sequence[str], segments: Segments, masked: Sequence[bool] = (), one_line: bool = False) -> Text:
+    """The answer, each token in the colour of its version.
+
+    Where the version changes a mark says to which, so that it can be read without colours, too.
+    """
+    text = Text()
+    at = 0
+    colours = _colours(segments)
+    for place, (version, count) in enumerate(segments):
+        if len(segments) > 1:
+            text.append(f"{'' if place == 0 else ' '}v{version}▸", f"reverse {colours[version]}")
+        style = f"{colours[version]} {MASKED}" if masked and masked[place] else colours[version]
+        for piece in pieces[at : at + count]:
+            shown = visible(piece)
+            text.append(shown if one_line else shown.replace("↵", "↵\n"), style)
+        at += count
+    return text
+
+
+def _colours(segments: Segments) -> dict[int, str]:
+    versions = sorted({version for version, _ in segments})
+    return {version: COLOURS[place % len(COLOURS)] for place, version in enumerate(versions)}
+
+
+def _section(console: Console, title: str, content: Any) -> None:
+    console.print(Text(f"\n{title}", "dim"))
+    console.print(Padding(content, (0, 0, 0, INDENT), expand=False))
+
+
+def _fate(life: Life) -> Text:
+    style = "green" if life.training is not None else "red" if life.dropped is not None else "yellow"
+    return Text(life.fate, style)
+
+
+def _prompt(life: Life) -> Text:
+    message = life.prompt or life.rollout
+    assert message is not None  # a life is known by either
+    if isinstance(message.prompt, str):
+        told = message.prompt
+    else:
+        told = "\n".join(f"{turn.get('role', '?')}: {turn.get('content', '')}" for turn in message.prompt)
+    lines = told[:PROMPT_CHARS_MAX].splitlines()
+    text = Text("\n".join(map(visible, lines)) + ("…" if len(told) > PROMPT_CHARS_MAX else ""))
+    if message.task:
+        row = ", ".join(f"{key} {value!r}" for key, value in message.task.items())
+        text.append(f"\n{visible(row[:PROMPT_CHARS_MAX])}", "dim")
+    return text
+
+
+def _answer(life: Life, tokenizer: HfTokenizer) -> Text:
+    assert life.rollout is not None
+    masked = []
+    if life.training is not None:
+        masked = [age > life.training.max_staleness for age in life.training.staleness]
+    pieces = tokenizer.pieces(life.rollout.tokens.tolist())
+    text = coloured(pieces, life.rollout.segments, masked)
+    if life.rollout.finish == "length":
+        text.append(" … cut at its token limit", "dim")
+    return text
+
+
+def _legend(life: Life) -> Text:
+    assert life.rollout is not None
+    text = Text()
+    ages = life.training.staleness if life.training is not None else []
+    colours = _colours(life.rollout.segments)
+    for place, (version, count) in enumerate(life.rollout.segments):
+        text.append("■ ", colours[version])
+        text.append(f"version {version}: {count} token{'s' if count != 1 else ''}")
+        if ages:
+            old = "on-policy" if ages[place] == 0 else f"{ages[place]} version{'s' if ages[place] > 1 else ''} old"
+            masked = life.training is not None and ages[place] > life.training.max_staleness
+            text.append(f", {old}{', masked' if masked else ''}")
+        text.append("   ")
+    return text
+
+
+def _times(life: Life) -> Table:
+    """What happened when, and how long after what came before."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for style in (None, "dim", None):
+        table.add_column(style=style, no_wrap=style is not None)
+    rollout, scored, training = life.rollout, life.scored, life.training
+    rows: list[tuple[float, str, str]] = []
+    if life.admitted_s is not None and life.prompt is not None:
+        rows.append((life.admitted_s, "admitted", f"asked of version {life.prompt.min_version} or newer"))
+    if life.partial is not None and life.partial_s is not None:
+        kept = f"the first {len(life.partial.tokens)} tokens"
+        rows.append((life.partial_s, "prefix kept", f"{kept}, by {life.partial.worker or 'a worker'}"))
+    if rollout is not None and life.rollout_s is not None:
+        what = f"by {rollout.worker or 'a worker'}, {_duration(rollout.seconds)} there"
+        if rollout.resumed:
+            what += f"; handed over {rollout.resumed} time{'s' if rollout.resumed > 1 else ''} before"
+        rows.append((life.rollout_s, "generated", what))
+    if scored is not None and life.scored_s is not None:
+        rows.append((life.scored_s, "scored", f"by {scored.worker or 'a worker'}, {_duration(scored.seconds)} there"))
+    if training is not None:
+        rows.append((training.batched_s, "batched", f"for step {training.step}"))
+        if training.trained_s is not None:
+            rows.append((training.trained_s, "trained", f"version {training.version} was announced"))
+    if life.dropped is not None and life.dropped_s is not None:
+        detail = f": {visible(life.dropped.detail)}" if life.dropped.detail else ""
+        rows.append((life.dropped_s, "dropped", f"{life.dropped.reason}, cost {life.dropped.tokens} tokens{detail}"))
+    before: float | None = None
+    for time_s, what, how in sorted(rows, key=lambda row: row[0]):
+        when = _clock(time_s) if before is None else f"+{_duration(time_s - before)}"
+        table.add_row(what, when, how)
+        before = time_s
+    if len(rows) > 1:
+        first, last = min(row[0] for row in rows), max(row[0] for row in rows)
+        table.add_row("in all", _duration(last - first), "")
+    return table
+
+
+def _facts(life: Life) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    if life.scored is not None:
+        scored = life.scored
+        told = scored.verdict if scored.reward is None else _number(scored.reward)
+        parts = ", ".join(f"{name} {_number(value)}" for name, value in scored.parts.items())
+        table.add_row(
+            "reward", told + (f" ({parts})" if parts else "") + (f": {scored.detail}" if scored.detail else "")
+        )
+    if life.training is not None:
+        training = life.training
+        group = " ".join(_number(reward) for reward in training.group_rewards)
+        table.add_row("advantage", f"{training.advantage:+.4f}, within group {life.group_id}: {group}")
+        bound = f"η = {training.max_staleness}"
+        worst = max(training.staleness, default=0)
+        masked = f"{training.masked} tokens masked" if training.masked else "no token masked"
+        table.add_row("staleness", f"{worst} at most, bound {bound}, {masked}")
+    if life.rollout is not None and len(life.rollout.logprobs):
+        logprobs = life.rollout.logprobs
+        table.add_row("log-probability", f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f} nats a token")
+        table.add_row("tokens", f"{len(life.rollout.tokens)} after {len(life.rollout.prompt_tokens)} of the prompt")
+    return table
+
+
+def _versions(segments: Segments) -> str:
+    oldest_newest = oldest_and_newest(segments)
+    if oldest_newest is None:
+        return ""
+    oldest, newest = oldest_newest
+    return str(oldest) if oldest == newest else f"{oldest}–{newest}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)) + f".{int(time_s % 1 * 1000):03d}"
+
+
+def _duration(seconds: float) -> str:
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.2f} s" if abs(seconds) < 120 else f"{seconds / 60:.1f} min"
