@@ -34,8 +34,9 @@ TORCH = {
 }  # fmt: skip
 LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
-    "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py", "actors/trainer/gae.py",
-    "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/samples.py", "actors/trainer/sections.py",
+    "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py",
+    "actors/trainer/gae.py", "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/samples.py",
+    "actors/trainer/sections.py",
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "safetensors")
 

@@ -1,6 +1,3 @@
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +6,7 @@ from structlog.testing import capture_logs
 
 from actors.trainer.packing import first_fit_decreasing, pack, padding_fraction
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "areal.json").read_text())
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
-
-
-def test_first_fit_decreasing_gives_the_bins_of_the_reference():
-    golden = GOLDEN["ffd"]
-    assert first_fit_decreasing(golden["values"], golden["capacity"], golden["min_groups"]) == golden["groups"]
-    assert first_fit_decreasing(golden["values"], golden["capacity"], 4) == GOLDEN["ffd_min4"]
 
 
 @given(LENGTHS, st.integers(300, 1000), st.integers(1, 6))

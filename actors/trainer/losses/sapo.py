@@ -53,5 +53,5 @@ def sapo_sequence(
 
 
 def _gate(r: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(r.dtype)
+    tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
     return 4 / tau * torch.sigmoid(tau * (r - 1))
