@@ -271,10 +271,8 @@ class _Reader:
 
     async def _create(self) -> str:
         """A new consumer from the next entry on. Raises `BusUnavailable` after `PUBLISH_DEADLINE_S`."""
-        name = f"reader-{secrets.token_hex(8)}"
         stream = stream_name(self._run, self._stream)
         config = {
-            "name": name,
             "deliver_policy": "by_start_sequence",
             "opt_start_seq": self._last_seq + 1,
             "ack_policy": "none",
@@ -282,12 +280,14 @@ class _Reader:
             "num_replicas": 1,
             "inactive_threshold": int(READER_GONE_S * 1e9),
         }
-        body = json.dumps({"stream_name": stream, "config": config}).encode()
         until_s = asyncio.get_running_loop().time() + PUBLISH_DEADLINE_S
         problem = "no answer"
         while (left_s := until_s - asyncio.get_running_loop().time()) > 0:
             if not await self._connection.until_up(left_s):
                 break
+            # By a new name each time: a cluster may place it on a server that has just died, and it stays there.
+            name = f"reader-{secrets.token_hex(8)}"
+            body = json.dumps({"stream_name": stream, "config": config | {"name": name}}).encode()
             reply = await self._connection.request(f"$JS.API.CONSUMER.CREATE.{stream}.{name}", body, PUBLISH_TIMEOUT_S)
             if reply is not None and reply.data:
                 error = json.loads(reply.data).get("error")
