@@ -40,6 +40,7 @@ from ops.raw_entries import (
     segments_in,
 )
 from schemas import Batch, Control, MalformedMessage, Segments, StepDone, WeightVersion
+from schemas.upcast import NewerMessage
 
 READ_ORDER: Final = (CONTROL, WEIGHTS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD)
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
@@ -137,6 +138,8 @@ class Auditor:
         """Take the next entry. One that does not decode is counted; if that cost a sample, I2 will tell."""
         try:
             self._take[entry.stream.name](entry)
+        except NewerMessage as error:
+            self.checks["log"].fail(f"{entry.stream.name} {entry.seq} cannot be checked: {error}")
         except (MalformedMessage, KeyError, TypeError, ValueError, struct.error):
             self._totals["malformed entries"] += 1
 
@@ -171,8 +174,12 @@ class Auditor:
         assert isinstance(control, Control)
         if control.action == "stop":
             self._ends.add(control.nonce)
-        elif control.action == "start" and (rules := self._rules_of(control, entry.time_s)) is not None:
-            self._rules.append(rules)
+        elif control.action == "start":
+            rules = self._rules_of(control, entry.time_s)
+            if rules is not None:
+                self._rules.append(rules)
+            else:
+                self._totals["starts of unknown rules"] += 1  # I1 and I6 are not held to the recipe's bounds then
 
     def _eta_at(self, time_s: float) -> int | None:
         """The largest η that was in force until then: an actor of an earlier start may still have been at work."""

@@ -20,6 +20,11 @@ from schemas.messages import TYPES, Message
 
 Upcast: TypeAlias = Callable[[dict[Any, Any]], dict[Any, Any]]
 
+
+class NewerMessage(MalformedMessage):
+    """A message of a type version that this program does not know yet: it says nothing about the sender's fault."""
+
+
 UPCASTERS: Final[dict[tuple[str, int], Upcast]] = {}  # by type and by the version that they read
 
 
@@ -38,7 +43,8 @@ def to_current(name: object, version: object, fields: object) -> tuple[type[Mess
     """The class of a message, and its packed fields as the current version has them.
 
     Raises:
-        MalformedMessage: the type is not known, the version is newer than ours, or the fields are not of that version.
+        NewerMessage: the version is newer than ours.
+        MalformedMessage: the type is not known, or the fields are not of that version.
     """
     if type(name) is not str or type(version) is not int or version < 1 or type(fields) is not dict:
         raise MalformedMessage("not an envelope [type, version, fields]")
@@ -46,7 +52,7 @@ def to_current(name: object, version: object, fields: object) -> tuple[type[Mess
     if kind is None:
         raise MalformedMessage(f"unknown message type {name[:40]!r}")
     if version > kind.TYPE_VERSION:
-        raise MalformedMessage(
+        raise NewerMessage(
             f"{name} has version {version}, of a newer Rollstream; this one reads up to version {kind.TYPE_VERSION}"
         )
     for old in range(version, kind.TYPE_VERSION):

@@ -16,6 +16,7 @@ from bus.memory import MemoryBus, MemoryHub
 from bus.port import Entry, dead_letter_headers
 from bus.table import (
     BATCHES,
+    CONTROL,
     DEAD,
     DROPPED,
     PARTIALS,
@@ -25,8 +26,9 @@ from bus.table import (
     STEPS,
     WEIGHTS,
 )
-from ops.audit import audit_log, audit_run, main
-from ops.findings import Report
+from ops.audit import _rules_of, audit_log, audit_run, main
+from ops.findings import Report, Rules
+from ops.invariants import READ_ORDER, Auditor
 from ops.log_source import RunLog
 from ops.nats_server import NatsServer
 from ops.raw_entries import first_tokens, segments_in
@@ -182,6 +184,13 @@ def drops_what_nobody_admitted(log: Log) -> None:
     log.put(Dropped(group_id=77, index=0, reason="error"))
 
 
+def comes_from_a_newer_program(log: Log) -> None:
+    kind, version, fields = msgpack.unpackb(log.entries["rollouts"][1].data)
+    log.entries["rollouts"][1] = dataclasses.replace(
+        log.entries["rollouts"][1], data=msgpack.packb([kind, version + 1, fields])
+    )
+
+
 def ends_one_step_early(log: Log) -> None:
     log.entries["steps"].pop()
 
@@ -215,6 +224,11 @@ def ends_one_step_early(log: Log) -> None:
         (trains_another_reward_than_was_given, "log", "step 0 trains 2-0 with reward 0.5"),
         (trains_without_a_verdict, "log", "step 0 trains 2-0, which has no verdict"),
         (drops_what_nobody_admitted, "log", "77-0 is dropped and was never admitted"),
+        (
+            comes_from_a_newer_program,
+            "log",
+            "rollouts 2 cannot be checked: rollout has version 2, of a newer Rollstream",
+        ),
         (ends_one_step_early, "log", "the run has ended with 2 steps done instead of 3"),
     ],
 )
@@ -344,3 +358,25 @@ def test_a_resume_that_asks_for_fewer_steps_than_were_done_breaks_nothing() -> N
     log.put(Control(action="stop", nonce=f"end-{STEPS_PLANNED - 1}"))
     assert broken(log.audit(planned=(STEPS_PLANNED, STEPS_PLANNED - 1))) == {}
     assert "3 steps done instead of 2" in str(broken(log.audit(planned=(STEPS_PLANNED - 1,))))
+
+
+def test_rules_are_read_from_recipes_of_other_versions_and_what_is_not_understood_is_told() -> None:
+    """A recording is audited by later programs; a key that they do not know must not blind them to the bounds."""
+    known = "a_key_to_come: 5\nsteps: 3\ncontroller: {max_staleness: 1, batch_groups: 2, another: {}}\n"
+    for recipe, rules, unknown in (
+        (known, Rules(9.0, 1, 2, 3), 0),
+        ("steps: [", None, 1),
+        ("5", None, 1),
+        ("", None, 1),
+    ):
+        control = Control(action="start", nonce="a", recipe=recipe)
+        assert _rules_of(control, 9.0) == rules
+        log = whole_run()
+        log.replace(CONTROL, 1, recipe=recipe)
+        auditor = Auditor(_rules_of)
+        for stream in READ_ORDER:
+            for entry in log.entries[stream.name]:
+                auditor.feed(entry)
+        report = auditor.report()
+        assert report.totals.get("starts of unknown rules", 0) == unknown
+        assert broken(report) == {}
