@@ -298,7 +298,7 @@ async def _log(recipe: Recipe, folder: Path, url: str | None) -> AsyncIterator[t
         try:
             await bus.setup(recipe.bus.ack_wait_s, recipe.bus.replicas)
             await bus.publish(
-                Control(action="start", nonce=secrets.token_hex(8), recipe=recipe.to_yaml(), detail=str(folder))
+                Control(action="start", nonce=secrets.token_hex(8), recipe=recipe.to_log(), detail=str(folder))
             )
             _write_private(folder / "run.json", {"run": where.run, "url": where.url, "pid": os.getpid()})
             yield where, bus, server

@@ -107,6 +107,10 @@ class Recipe(Config):
         """The whole recipe with all defaults filled in; `from_yaml` reads it back to an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
+    def to_log(self) -> str:
+        """As `to_yaml`, for the log, which is recorded and passed on: without the server's address and its password."""
+        return self.model_copy(update={"bus": self.bus.model_copy(update={"url": None})}).to_yaml()
+
     @classmethod
     def from_yaml(cls, text: str, source: str = "the recipe on the bus") -> Self:
         """The recipe in `text`. Raises `UserError`."""

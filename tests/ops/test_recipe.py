@@ -106,6 +106,14 @@ def test_a_resolved_recipe_survives_its_way_over_the_bus(recipe_file: Path) -> N
     assert Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 
+def test_the_log_holds_no_password(recipe_file: Path) -> None:
+    """Recordings are passed on; whoever joins knows the server already."""
+    recipe = load_recipe(recipe_file, ["bus.url=nats://user:secret@host:4222"])
+    logged = recipe.to_log()
+    assert "secret" not in logged
+    assert Recipe.from_yaml(logged).model_dump(exclude={"bus"}) == recipe.model_dump(exclude={"bus"})
+
+
 @pytest.mark.parametrize(
     ("override", "wrong", "remedy"),
     [
