@@ -235,6 +235,41 @@ def replay_reward(
     _finish(into_reward.main(*split_arguments(arguments or []), out, check))
 
 
+@replay.command("bus")
+def replay_bus(
+    target: LogTarget = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="The fresh run's folder; by default runs/NAME-replay-TIME.")
+    ] = None,
+    nats: NatsUrl = None,
+    run_name: RunName = None,
+    speed: Annotated[str, typer.Option("--speed", help="Times as fast as recorded, or max.")] = "max",
+    start: Annotated[int, typer.Option("--from", min=0, metavar="STEP", help="What is before comes at once.")] = 0,
+    stop: ToStep = None,
+    streams: Annotated[
+        str | None, typer.Option("--streams", help="Some only, such as control,prompts,weights.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Keep the server up until Ctrl-C, for actors to join.")
+    ] = False,
+) -> None:
+    """Lay a log down in a fresh run: the same bytes at the same sequences, at any pace, up to any step.
+
+    Without --nats on a private server in the new run's folder. To meet a bug again, let real actors go on from there:
+
+    ```
+    rollstream replay bus bug.rollstream --to 412 --dir runs/at-412
+    rollstream run my.yaml --resume --dir runs/at-412
+    rollstream replay bus bug.rollstream --streams control,prompts,rollouts,weights --speed 2 --serve
+    ```
+    """
+    from ops.logging import configure
+    from ops.replay import into_bus
+
+    configure(console=False)
+    _finish(into_bus.main(target, folder, nats, run_name, speed, start, stop, streams, serve))
+
+
 @app.command()
 def trace(
     wanted: Annotated[str, typer.Argument(metavar="ID", help="12-3: a sample; 12: its group; step:7: a step's.")],

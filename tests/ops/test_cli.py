@@ -55,6 +55,7 @@ COMMANDS = (
     "audit",
     "replay trainer",
     "replay reward",
+    "replay bus",
     "trace",
     "diff",
     "eval",
