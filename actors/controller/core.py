@@ -156,7 +156,6 @@ class ControllerCore:
 
     def saw_weights(self, version: int) -> None:
         """The trainer published a version."""
-        self._news = True
         self.newest_version = max(self.newest_version, version)
 
     # --- decisions
