@@ -110,14 +110,14 @@ BUGS = (
         "if False:",
     ),
     Bug(
-        "a filtered group leaves its unfinished samples without an end",
+        "a filtered group ends only some of its samples",
         "actors.controller.core:ControllerCore._end_group",
         "if index not in group.lost:",
-        "if index in group.answers:",
+        "if index not in group.lost and index < group.size - 1:",
     ),
     Bug(
-        "a new version wakes no batch that waited for it",
-        "actors.controller.core:ControllerCore.saw_weights",
+        "a group that is complete does not lead to a batch",
+        "actors.controller.core:ControllerCore._settle",
         "self._news = True",
         "pass",
     ),
