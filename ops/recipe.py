@@ -19,6 +19,7 @@ from actors.controller.config import ControllerConfig
 from actors.reward.config import RewardConfig
 from actors.rollout.config import RolloutConfig
 from actors.trainer.config import SftConfig, TrainerConfig
+from actors.trainer.presets import CONTROLLER, chosen_anew
 from ops.datasets import DataConfig
 from ops.models import ModelConfig
 from schemas import Config, UserError
@@ -26,6 +27,7 @@ from schemas import Config, UserError
 T = TypeVar("T", bound=BaseModel)
 
 DATA_FILES = (".jsonl", ".parquet")
+ALGORITHM = "trainer.algorithm"
 NAME_CHARS_MAX = 47  # a run is named <name>-<yyyymmdd>-<hhmmss>, and a run name has at most 63 characters
 
 
@@ -96,6 +98,16 @@ class Recipe(Config):
             if isinstance(section, dict)
         }
         return {"trainer": {"seed": fields.get("seed", 0)}} | fields | seeded
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm(cls, fields: Any) -> Any:
+        """What an algorithm asks of the controller, unless the recipe says it itself."""
+        if not isinstance(fields, dict) or not isinstance(fields.get("trainer"), dict):
+            return fields
+        asked = CONTROLLER.get(str(fields["trainer"].get("algorithm")), {})
+        controller = fields.get("controller", {})
+        return fields | {"controller": asked | controller} if asked and isinstance(controller, dict) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -177,12 +189,13 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 def _overridden(fields: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
     """Put overrides into the fields; returns them by key."""
-    overridden: dict[str, str] = {}
-    for override in overrides:
-        key, value = _override(override)
+    read = [(*_override(override), override) for override in overrides]
+    for key, value, _ in read:
+        if key == ALGORITHM:  # the last word: it replaces the finer keys, and those beside it refine it
+            fields.update(chosen_anew(fields, value))
+    for key, value, _ in read:
         _put(fields, key, value)
-        overridden[key] = override
-    return overridden
+    return {key: override for key, _, override in read}
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -268,7 +281,7 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> tuple[str, str]:
             reason, _, remedy = str(limits["error"]).partition(" => ")
             return (f"{key}: {reason}" if key else reason), remedy or "Change one of them."
         case "literal_error" | "enum":
-            near = difflib.get_close_matches(str(value), [w.strip("'") for w in str(limits["expected"]).split()], n=1)
+            near = difflib.get_close_matches(str(value), [w.strip("',") for w in str(limits["expected"]).split()], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             return f"{key} is {_brief(value)}", f"It must be {limits['expected']}.{hint}"
         case "string_pattern_mismatch" if key == "name":
@@ -325,7 +338,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "the trainer would weigh it against the whole one: a silent bias "
             "=> Train with top_p: 1 and top_k: 0; lower rollout.temperature for less variety."
         )
-    grouped = {trainer.advantage.mean, trainer.advantage.std} & {"group"}
+    grouped = {trainer.advantage.mean, trainer.advantage.std} & {"group"} and trainer.advantage.function is None
     if controller.group_size == 1 and (grouped or trainer.advantage.leave_one_out):
         yield (
             "controller.group_size 1 with advantages compared within the group: a group of one has nothing to compare "

@@ -58,13 +58,13 @@ def train(recipe: Recipe, initial: Path, store: WeightStore) -> Iterator[Trained
     from transformers import AutoModelForCausalLM
 
     from actors.rollout.torch_engine import Decoder
-    from actors.trainer.learner import Learner
+    from ops.trained_model import learner_of
 
     decoder = Decoder.from_pretrained(initial, recipe.rollout, version=-1)
     sampler = _Sampler(recipe, initial, decoder)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
-    learner = Learner(model, recipe.trainer, recipe.rollout.temperature)
+    learner = learner_of(model, recipe, initial)
     dtype = getattr(torch, recipe.rollout.dtype)
 
     def published(version: int) -> WeightFile:
@@ -165,6 +165,8 @@ class _Sampler:
             behaviour_logprobs=np.array(generation.logprobs, np.float32),
             loss_mask=np.ones(len(generation.tokens), np.bool_),
             reward=value,
+            finish=generation.finish,
+            versions=np.array([v for v, count in generation.segments for _ in range(count)], np.int32),
         )
 
 

@@ -21,13 +21,25 @@ def load_learner(recipe: Recipe, initial: Path) -> Learner:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from actors.trainer.learner import Learner
-
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes bars in the midst of ours
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
-    return Learner(model, recipe.trainer, recipe.rollout.temperature)
+    return learner_of(model, recipe, initial)
+
+
+def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path) -> Learner:
+    """A learner for `model` as the recipe says, at step 0; `initial` is the folder of version 0."""
+    from actors.trainer.learner import Learner
+
+    return Learner(
+        model,
+        recipe.trainer,
+        recipe.rollout.temperature,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        base=recipe.base,
+        initial=initial,
+    )
 
 
 def weights_of(model: PreTrainedModel, recipe: Recipe) -> dict[str, torch.Tensor]:

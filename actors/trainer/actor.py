@@ -201,6 +201,8 @@ class Trainer:
                         behaviour_logprobs=rollout.logprobs,
                         loss_mask=fresh,
                         reward=reward,
+                        finish=rollout.finish,
+                        versions=(batch.step - age).astype(np.int32),
                     )
                 )
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)

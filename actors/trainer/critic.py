@@ -36,7 +36,9 @@ class Critic:
         width = policy.config.get_text_config().hidden_size
         self.head_weight = torch.nn.Parameter(torch.zeros(width, device=policy.device))
         self.head_bias = torch.nn.Parameter(torch.zeros((), device=policy.device))
-        self.optimizer = Optimizer([*self.trunk.parameters(), self.head_weight, self.head_bias], config, section.lr)
+        self.optimizer = Optimizer(
+            [*self.trunk.parameters(), self.head_weight, self.head_bias], config, section.lr or config.lr
+        )
 
     def values(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Values float32 [n] before each scored token, and [S] behind the last token of each sequence."""

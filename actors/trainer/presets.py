@@ -35,6 +35,19 @@ CONTROLLER: dict[str, dict[str, Any]] = {"dapo": {"filter": "zero_variance"}}
 GOVERNED = frozenset(key for preset in PRESETS.values() for key in preset)  # the trainer's keys that presets speak of
 
 
+def chosen_anew(fields: Mapping[str, Any], algorithm: object) -> dict[str, Any]:
+    """A recipe's fields without those that its algorithm, or its finer keys, filled in: another one is to do it."""
+    trainer, controller = fields.get("trainer"), fields.get("controller")
+    out = dict(fields)
+    if isinstance(trainer, dict):
+        out["trainer"] = {key: value for key, value in trainer.items() if key not in GOVERNED}
+    if isinstance(controller, dict):
+        before = trainer.get("algorithm") if isinstance(trainer, dict) else None
+        asked = {key for name in (before, algorithm) for key in CONTROLLER.get(str(name), {})}
+        out["controller"] = {key: value for key, value in controller.items() if key not in asked}
+    return out
+
+
 def with_preset(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The trainer's fields, with those that its algorithm fills in; what is given counts, section by section."""
     return _merged(PRESETS.get(str(fields.get("algorithm")), {}), fields)

@@ -122,7 +122,7 @@ class CriticConfig(Config):
     What is not named here (betas, weight_decay, grad_clip, the schedule of the learning rate) is the trainer's.
     """
 
-    lr: PositiveFloat = 1e-5
+    lr: PositiveFloat | None = None  # None: the trainer's
     loss: Literal["mse", "huber"] = "mse"
     clip: PositiveFloat | None = 0.5  # how far a value may move from that before the step; None clips nothing
     huber_delta: PositiveFloat = 10.0

@@ -62,8 +62,7 @@ async def replay_trainer(
         UserError: the log does not hold what its batches name.
     """
     from actors.trainer.actor import Trainer
-    from actors.trainer.learner import Learner
-    from ops.trained_model import export_model, load_learner, weights_of
+    from ops.trained_model import export_model, learner_of, load_learner, weights_of
 
     learner = await asyncio.to_thread(load_learner, phases[0].recipe, initial)
     handover = _Handover(checkpoint)
@@ -77,7 +76,7 @@ async def replay_trainer(
 
     with tempfile.TemporaryDirectory(prefix="rollstream-replay-") as aside:
         for phase in phases:
-            learner = Learner(learner.model, phase.recipe.trainer, phase.recipe.rollout.temperature)
+            learner = learner_of(learner.model, phase.recipe, initial)
             bus = ReplayBus(source, on_version, on_step, rebatch)
             trainer = Trainer(
                 bus,
