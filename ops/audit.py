@@ -28,6 +28,7 @@ from ops.recording.reader import Recording
 from schemas import Control, UserError, WeightVersion
 
 SHOWN_MAX = 10
+SHOWN_IF_DAMAGED_MAX = 2  # what is missing breaks promises without end
 NEWEST_ONLY = {stream.name for stream in STREAMS if stream.newest_only}
 
 
@@ -134,18 +135,20 @@ def _print(audit: AuditReport) -> None:
         style = "red" if check.broken else None
         table.add_row(check.name, PROMISES[check.name], f"{check.checked:,}", f"{check.broken:,}", style=style)
     console.print(table)
-    for check in report.checks:
-        for what in check.examples[:SHOWN_MAX]:
-            console.print(f"{check.name}: {what}", style="red", markup=False, soft_wrap=True)
-        if check.broken > SHOWN_MAX:
-            console.print(f"{check.name}: and {check.broken - SHOWN_MAX:,} more", style="red")
-    console.print(", ".join(f"{name} {count:,}" for name, count in report.totals.items()), markup=False, soft_wrap=True)
     for damage in audit.damage[:SHOWN_MAX]:
         console.print(f"damage: {damage}", style="red", markup=False, soft_wrap=True)
     if len(audit.damage) > SHOWN_MAX:
         console.print(f"damage: and {len(audit.damage) - SHOWN_MAX:,} more", style="red")
+    shown = SHOWN_IF_DAMAGED_MAX if audit.damage else SHOWN_MAX
+    for check in report.checks:
+        for what in check.examples[:shown]:
+            console.print(f"{check.name}: {what}", style="red", markup=False, soft_wrap=True)
+        if check.broken > shown:
+            console.print(f"{check.name}: and {check.broken - shown:,} more", style="red")
+    console.print(", ".join(f"{name} {count:,}" for name, count in report.totals.items()), markup=False, soft_wrap=True)
     for letter in report.dead_letters[:SHOWN_MAX]:
         console.print(f"dead letter: {letter}", style="yellow", markup=False, soft_wrap=True)
     verdict = "all invariants hold" if report.clean else "INVARIANTS ARE BROKEN"
-    verdict = f"THE RECORDING IS DAMAGED, in what is left {verdict}" if audit.damage else verdict
-    console.print(f"{verdict} ({audit.entries:,} entries in {audit.seconds:.1f} s)")
+    if audit.damage:
+        verdict = "THE RECORDING IS DAMAGED: what is missing may be all that breaks the promises, or hide what does"
+    console.print(f"{verdict} ({audit.entries:,} entries in {audit.seconds:.1f} s)", soft_wrap=True)

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from bus.table import STREAMS
+from bus.table import BATCHES, CONTROL, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
 from ops.log_source import LogSource, initial_model_of, open_log
-from ops.recording.cut import CUT_ORDER
 from ops.recording.format import SUFFIX
 from ops.recording.reader import Recording
 from ops.recording.writer import RecordingWriter
 from schemas import UserError
 
 TELL_EVERY_S = 2.0
-STREAM_OF = {stream.name: stream for stream in STREAMS}
+# What the rest refers to, which is small, before the bulk: a file that was cut off has lost least.
+WRITE_ORDER = (CONTROL, WEIGHTS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, ROLLOUTS)
 
 
 async def main(target: str | None, out: Path | None, with_model: bool) -> int:
@@ -56,7 +56,7 @@ async def record(log: LogSource, path: Path, model: Path | None, tell: Callable[
             assert model is not None
             with (model / name).open("rb") as content:
                 await asyncio.to_thread(writer.add_file, name, content)
-        for stream in CUT_ORDER:
+        for stream in WRITE_ORDER:
             async for entry in log.read(stream, 1, cut.streams[stream.name].last_seq + 1):
                 if writer.add(entry):
                     await asyncio.to_thread(writer.flush)
