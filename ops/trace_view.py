@@ -106,7 +106,9 @@ def coloured(pieces: Sequence[str], segments: Segments, masked: Sequence[bool] =
     colours = _colours(segments)
     for place, (version, count) in enumerate(segments):
         if len(segments) > 1:
-            text.append(f"{'' if place == 0 else ' '}v{version}▸", f"reverse {colours[version]}")
+            text.append("" if place == 0 else " ")
+            text.append(f"v{version}▸", f"reverse {colours[version]}")
+            text.append(" " if pieces[at : at + 1] and not pieces[at].startswith(" ") else "")
         style = f"{colours[version]} {MASKED}" if masked and masked[place] else colours[version]
         for piece in pieces[at : at + count]:
             shown = visible(piece)

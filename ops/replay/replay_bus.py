@@ -27,13 +27,16 @@ async def as_recorded(batch: Batch) -> Batch:
 class ReplayBus(MemoryBus):
     """Batches and rollouts come from a recording, one batch at a time, so that memory stays bounded.
 
-    Batches pass through `rebatch`. Weight versions and finished steps are handed to `on_version` and `on_step`, which
+    Of the batches those before step `stop` are there. They pass through `rebatch`. Weight versions and finished steps are handed to `on_version` and `on_step`, which
     the trainer awaits before it goes on.
     """
 
-    def __init__(self, source: LogSource, on_version: OnVersion, on_step: OnStep, rebatch: Rebatch = as_recorded):
+    def __init__(
+        self, source: LogSource, stop: int, on_version: OnVersion, on_step: OnStep, rebatch: Rebatch = as_recorded
+    ) -> None:
         super().__init__(source.run, MemoryHub())
         self._source = source
+        self._stop = stop
         self._on_version = on_version
         self._on_step = on_step
         self._rebatch = rebatch
@@ -41,7 +44,7 @@ class ReplayBus(MemoryBus):
     async def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
         """The recorded batches; never ends, as no stream does."""
         assert stream is BATCHES, f"a trainer reads batches, not {stream.name}"
-        async for entry in self._source.read(stream, start):
+        async for entry in self._source.read(stream, start, self._stop + 1):  # batch i stands at sequence i + 1
             try:
                 batch = entry.message()
             except MalformedMessage as error:

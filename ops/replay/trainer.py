@@ -77,7 +77,7 @@ async def replay_trainer(
     with tempfile.TemporaryDirectory(prefix="rollstream-replay-") as aside:
         for phase in phases:
             learner = learner_of(learner.model, phase.recipe, initial)
-            bus = ReplayBus(source, on_version, on_step, rebatch)
+            bus = ReplayBus(source, phase.stop, on_version, on_step, rebatch)
             trainer = Trainer(
                 bus,
                 phase.recipe.trainer,
