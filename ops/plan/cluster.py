@@ -36,6 +36,12 @@ class Workload:
     uninformative: float = 0.0
     on_update: OnUpdate = "recompute"
 
+    def group(self, seed: int, group_id: int) -> tuple[list[int], bool]:
+        """The lengths of a group's samples, and whether their rewards are all equal: the same whenever asked."""
+        generator = np.random.default_rng([seed, 1, group_id])
+        lengths = self.lengths.draw(generator, self.controller.group_size).tolist()
+        return lengths, bool(generator.random() < self.uninformative)
+
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
@@ -74,7 +80,7 @@ class Course:
     """What happened: `steps` in order, and after each of them what the engines had done.
 
     `idle_why` counts by cause how often an engine ran empty, `reward_queued` how many samples had to wait for a reward
-    worker. `dropped_tokens` were generated and never trained.
+    worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `untrained_tokens` wait.
     """
 
     steps: list[StepRecord]
@@ -82,7 +88,7 @@ class Course:
     idle_why: Counter[str]
     generated_tokens: int = 0
     dropped_tokens: int = 0
-    in_flight_tokens: int = 0
+    untrained_tokens: int = 0
     reward_queued: int = 0
     samples: int = 0
 
@@ -131,9 +137,9 @@ class Cluster:
         self.course = Course([], [], Counter())
         self.now_s = 0.0
         self._always = ask_always
-        self._lengths = np.random.default_rng([seed, 1])
+        self._seed = seed
         self._rewards = np.random.default_rng([seed, 2])
-        self._grouped: dict[int, tuple[list[int], bool]] = {}  # lengths of a group's samples; are its rewards equal?
+        self._equal: dict[int, bool] = {}  # of live groups: are all their rewards equal?
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._due: list[float] = [math.inf] * engines  # when each engine is to be run
@@ -148,6 +154,7 @@ class Cluster:
         self._reward_free = [0.0] * max(1, round(speeds.reward_parallel / scale))
         self._batches: deque[Batch] = deque()
         self._training = False
+        self._in_training = 0  # tokens of the step in hand
         self._idle_since = 0.0
 
     def run(self, enough: Callable[[Course], bool] = lambda course: False) -> Course:
@@ -167,9 +174,7 @@ class Cluster:
             happen()
             if len(self.course.steps) > done and enough(self.course):
                 break
-        self.course.in_flight_tokens = sum(engine.in_flight for engine in self.engines) + sum(
-            job.length for job in self._samples.values()
-        )
+        self.course.untrained_tokens = self._in_training + sum(job.length for job in self._samples.values())
         return self.course
 
     # --- time
@@ -206,17 +211,10 @@ class Cluster:
     # --- prompts
 
     def _admit(self, group_id: int, indices: tuple[int, ...], min_version: int) -> None:
-        lengths, _ = self._group(group_id)
+        lengths, self._equal[group_id] = self.workload.group(self._seed, group_id)
         self._left[group_id] = len(lengths)
         for index in indices:
             self._queue.append(Job(group_id, index, self.workload.lengths.prompt, lengths[index], min_version))
-
-    def _group(self, group_id: int) -> tuple[list[int], bool]:
-        if group_id not in self._grouped:
-            config, workload = self.workload.controller, self.workload
-            lengths = workload.lengths.draw(self._lengths, config.group_size).tolist()
-            self._grouped[group_id] = lengths, bool(self._rewards.random() < workload.uninformative)
-        return self._grouped[group_id]
 
     def _hand_out(self) -> None:
         touched = set()
@@ -256,22 +254,28 @@ class Cluster:
             return
         self._samples[group_id, job.index] = job
         self._scored_seq += 1
-        equal = self._group(group_id)[1]
+        equal = self._equal[group_id]
         reward = 1.0 if equal else float(job.index % 2)
         scored = _Scored(group_id, job.index, self._scored_seq, job.segments, job.length, reward)
         core.saw_scored(self._scored_seq, cast(Scored, scored))
         self._left[group_id] -= 1
         if self._left[group_id] == 0:
             self._ready += 1
-        if self._always or (self._left[group_id] == 0 and self._may_decide(equal)):
+        if self._always or (self._left[group_id] == 0 and self._may_decide(group_id, equal)):
             self._decide()
 
     # --- decisions
 
-    def _may_decide(self, equal: bool) -> bool:
-        """Whether a group that became complete can change what the core decides: it is filtered, or fills a batch."""
-        core = self.core
-        if equal and core.config.filter == "zero_variance":
+    def _may_decide(self, group_id: int, equal: bool) -> bool:
+        """Whether a group that became complete can change what the core decides: it is filtered, too old, or fills a
+        batch.
+        """
+        core, config = self.core, self.core.config
+        if equal and config.filter == "zero_variance":
+            return True
+        group = core.live[group_id]
+        stale = group.stale_at(core.next_step, config.max_staleness, whole_sample=config.on_stale == "drop")
+        if len(stale) > group.size - group.fewest:
             return True
         return self._ready >= core.config.batch_groups and core.newest_version >= core.next_step - 1
 
@@ -295,7 +299,11 @@ class Cluster:
         job = self._samples.pop((group_id, index), None)
         if job is not None:
             self.course.dropped_tokens += job.length
-        self._grouped.pop(group_id, None)
+        self._end(group_id)
+
+    def _end(self, group_id: int) -> None:
+        self._equal.pop(group_id, None)
+        self._left.pop(group_id, None)
 
     # --- training
 
@@ -311,8 +319,8 @@ class Cluster:
             for version, count in job.segments:
                 ages[batch.step - version] += count
         for group_id in set(batch.group_ids.tolist()):
-            self._grouped.pop(group_id, None)
-        response = sum(ages.values())
+            self._end(group_id)
+        response = self._in_training = sum(ages.values())
         tokens = response + sum(job.prompt for job in jobs)
         masked = sum(count for age, count in ages.items() if age > batch.max_staleness)
         training_s = self.speeds.train_s(tokens * self.scale, self.train_devices)
@@ -325,6 +333,7 @@ class Cluster:
 
     def _trained(self, record: StepRecord, version: int) -> None:
         self._training = False
+        self._in_training = 0
         self._idle_since = self.now_s
         self.course.steps.append(record)
         self.course.engines.append(

@@ -52,6 +52,7 @@ class ModelEngine:
         self._running: list[tuple[int, int, Job]] = []  # a heap by the step at which they end
         self._pushed = 0
         self._coming: int | None = None  # a version to be loaded
+        self._later: int | None = None  # the worker waits for the first before it hands over the next
         self._since: list[tuple[int, int]] = []  # (version, first step under it)
 
     @property
@@ -59,18 +60,16 @@ class ModelEngine:
         """Sequences in the batch."""
         return len(self._running)
 
-    @property
-    def in_flight(self) -> int:
-        """Tokens generated of the sequences in the batch, as of the last `run`."""
-        return sum(self.steps - job._joined for _, _, job in self._running)
-
     def give(self, job: Job) -> None:
         """A sample to generate; `run` lets it in."""
         self.waiting.append(job)
 
     def update(self, version: int) -> None:
-        """Weights to load; `run` loads them. Of several only the newest."""
-        self._coming = version
+        """Weights to load; `run` loads them. Of those that come while an engine drains, the newest is next."""
+        if self.on_update == "drain" and self._coming is not None:
+            self._later = version
+        else:
+            self._coming = version
 
     def next_s(self, now_s: float) -> float:
         """When `run` is due, not before `now_s`; infinity if nothing will happen by itself."""
@@ -99,6 +98,8 @@ class ModelEngine:
             self._at_s = max(self._at_s, now_s)
             self._load()
             self._admit()
+            if self._coming is None:
+                self._coming, self._later = self._later, None
         elif not self._running:
             self._at_s = max(self._at_s, now_s)
         return done
