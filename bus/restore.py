@@ -29,6 +29,7 @@ class Restorer:
         self._connection = Connection(url, "restore")
         self._publisher = Publisher(self._connection)
         self._window: deque[tuple[Entry, asyncio.Future[Incoming | None]]] = deque()
+        self._unanswered = False  # something in the window was: what is put now could take its place
 
     async def connect(self) -> None:
         """Connect. Raises `UserError` with the remedy."""
@@ -51,15 +52,19 @@ class Restorer:
             UserError: it cannot be stored at its sequence.
             BusFull, BusUnavailable: it cannot be stored at all.
         """
-        if len(self._window) >= PUBLISH_WINDOW_MESSAGES // 2 and not await self._settle_one():
+        if len(self._window) >= PUBLISH_WINDOW_MESSAGES // 2:
+            await self._settle_one()
+        if self._unanswered:
             await self.flush()
-        target = subject(self.run, entry.stream, entry.key)
-        self._window.append((entry, await self._publisher.post(target, entry.data, entry.headers)))
+        future = await self._publisher.post(subject(self.run, entry.stream, entry.key), entry.data, entry.headers)
+        future.add_done_callback(self._note)
+        self._window.append((entry, future))
 
     async def flush(self) -> None:
         """Wait until all that was put is stored."""
         while self._window:
             await self._settle_one()
+        self._unanswered = False
 
     async def start_at(self, consumer: Consumer, seq: int, ack_wait_s: float) -> None:
         """Let a consumer's workers begin at this sequence: what is before it is done, as a fresh one cannot know."""
@@ -71,12 +76,13 @@ class Restorer:
         body = {"stream_name": name, "action": "create", "config": config}
         await self._asked(f"CONSUMER.CREATE.{name}.{consumer.name}", body)
 
-    async def _settle_one(self) -> bool:
-        """Wait for the oldest that was put; False if its first try had failed, and those behind it may have, too."""
+    def _note(self, future: asyncio.Future[Incoming | None]) -> None:
+        self._unanswered |= future.cancelled() or future.result() is None
+
+    async def _settle_one(self) -> None:
+        """Wait until the oldest that was put is stored, with further tries if its first was lost."""
         entry, future = self._window.popleft()
         seq = stored_at(await future)
-        if seq == entry.seq or (seq and entry.stream.newest_only):
-            return True
         if not seq:
             name, target = stream_name(self.run, entry.stream), subject(self.run, entry.stream, entry.key)
             try:
@@ -87,7 +93,6 @@ class Restorer:
                     raise self._misplaced(entry, str(error)) from None
         if seq != entry.seq and not entry.stream.newest_only:
             raise self._misplaced(entry, f"the server stored it, or took it for a repetition, at {seq}")
-        return False
 
     async def _standing(self, entry: Entry) -> int:
         """The entry's sequence if it stands there already, else 0."""

@@ -27,8 +27,8 @@ async def as_recorded(batch: Batch) -> Batch:
 class ReplayBus(MemoryBus):
     """Batches and rollouts come from a recording, one batch at a time, so that memory stays bounded.
 
-    Of the batches those before step `stop` are there. They pass through `rebatch`. Weight versions and finished steps are handed to `on_version` and `on_step`, which
-    the trainer awaits before it goes on.
+    Of the batches those before step `stop` are there, and they pass through `rebatch`. Weight versions and finished
+    steps are handed to `on_version` and `on_step`, which the trainer awaits before it goes on.
     """
 
     def __init__(

@@ -66,6 +66,14 @@ class Altered(LogInLists):
         """Take a stream's newest entry out."""
         self._log.entries[stream].pop()
 
+    def purge(self, stream: str, below_seq: int) -> None:
+        """Take all entries before a sequence out."""
+        self._log.entries[stream] = [entry for entry in self._log.entries[stream] if entry.seq >= below_seq]
+
+    def drop(self, stream: str, seq: int) -> None:
+        """Take one entry out."""
+        self._log.entries[stream] = [entry for entry in self._log.entries[stream] if entry.seq != seq]
+
 
 async def record_altered(log: Altered, recorded: Path, path: Path) -> Path:
     """Record a changed log with the initial model of the recorded run."""
