@@ -23,6 +23,8 @@ from ops.plan.lengths import Lengths
 from ops.plan.speeds import Speeds
 from schemas import Batch, Scored, Segments, UserError
 
+HOPELESS_BATCHES = 100  # generated since the last step, and no step to be seen
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -164,16 +166,21 @@ class Cluster:
             UserError: nothing is left that could happen, so no batch will ever fill.
         """
         self._new_version(0)
+        samples = self.core.config.batch_groups * self.core.config.group_size
+        before = 0
         while (done := len(self.course.steps)) < self.steps:
-            if not self._events:
+            if not self._events or self.course.samples - before > HOPELESS_BATCHES * samples:
                 raise UserError(
-                    f"Step {done} can never be formed: all groups that may be live wait, and none can be trained.",
-                    "Lower the share of uninformative groups, or take another controller.on_stale.",
+                    f"Step {done} cannot be formed: {self.course.samples - before} samples were generated since the "
+                    f"step before, and no batch of {samples} fills.",
+                    "Lower the share of uninformative groups, raise η, or take another controller.on_stale.",
                 )
             self.now_s, _, happen = heapq.heappop(self._events)
             happen()
-            if len(self.course.steps) > done and enough(self.course):
-                break
+            if len(self.course.steps) > done:
+                before = self.course.samples
+                if enough(self.course):
+                    break
         self.course.untrained_tokens = self._in_training + sum(job.length for job in self._samples.values())
         return self.course
 

@@ -1,4 +1,4 @@
-"""The twin of `ops.plan.cluster`: the whole production actors on the log in memory, in virtual time, with the same models.
+"""The twin of `ops.plan.cluster`: the production actors on the log in memory, in virtual time, with the same models.
 
 It has what the cluster model leaves out: shells, fetches, acknowledgements, heartbeats, reading the log.
 """
@@ -213,7 +213,14 @@ def run_twin(
 
 
 async def _run(
-    speeds: Speeds, workload: Workload, engines: int, steps: int, planned: int, seed: int, rest: TwinRest, loop: TwinLoop
+    speeds: Speeds,
+    workload: Workload,
+    engines: int,
+    steps: int,
+    planned: int,
+    seed: int,
+    rest: TwinRest,
+    loop: TwinLoop,
 ) -> list[tuple[float, Counter[int], int]]:
     hub = MemoryHub()
 
@@ -224,16 +231,12 @@ async def _run(
     stop = asyncio.Event()
     rollout = RolloutConfig(slots=speeds.slots, on_update=workload.on_update)
     actors: list[Any] = [
-        RolloutWorker(
-            bus(), rollout, TwinEngine(speeds, workload, seed, loop), rest, (), rest, f"rollout-{number}"
-        )
+        RolloutWorker(bus(), rollout, TwinEngine(speeds, workload, seed, loop), rest, (), rest, f"rollout-{number}")
         for number in range(engines)
     ]
     actors.append(RewardWorker(bus(), RewardConfig(children=CHILDREN), rest, "reward-0"))
     actors.append(Controller(bus(), workload.controller, planned, seed, lambda group_id: {"prompt": "p"}))
-    actors.append(
-        Trainer(bus(), TrainerConfig(), planned, rest, dict, lambda: None, rest, rest)
-    )
+    actors.append(Trainer(bus(), TrainerConfig(), planned, rest, dict, lambda: None, rest, rest))
     tasks = [asyncio.create_task(actor.run(stop)) for actor in actors]
     out = []
     async with asyncio.timeout(VIRTUAL_S_MAX):

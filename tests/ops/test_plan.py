@@ -4,6 +4,7 @@ naive twin, and the production actors on the log.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -101,7 +102,9 @@ class NaiveEngine:
     def __init__(self, speeds: Speeds, on_update: str) -> None:
         self.speeds, self.on_update = speeds, on_update
 
-    def run(self, jobs: list[tuple[float, Job]], updates: list[tuple[float, int]]) -> dict[int, tuple[float, list[int]]]:
+    def run(
+        self, jobs: list[tuple[float, Job]], updates: list[tuple[float, int]]
+    ) -> dict[int, tuple[float, list[int]]]:
         """By index: when the job ended, and the version of each of its tokens."""
         speeds, now_s, version = self.speeds, 0.0, 0
         waiting = sorted(jobs, key=lambda pair: pair[0])
@@ -233,15 +236,17 @@ def test_no_token_is_trained_that_is_older_than_the_bound() -> None:
 def test_more_devices_are_never_slower() -> None:
     for eta in (0, 4):
         found = [simulate(SPEEDS, workload(eta), rollout=n, train=2).tokens_per_s for n in (1, 2, 4, 8)]
-        assert all(more >= 0.97 * fewer for fewer, more in zip(found, found[1:], strict=False))
-        found = [simulate(SPEEDS, workload(eta), rollout=2, train=n).tokens_per_s for n in (1, 2, 4)]
-        assert all(more >= 0.97 * fewer for fewer, more in zip(found, found[1:], strict=False))
+        assert all(more >= 0.97 * fewer for fewer, more in itertools.pairwise(found))
+        # With on_stale=mask they may be: versions come faster than long answers, and more of their tokens are masked.
+        load = workload(eta, on_stale="wait")
+        found = [simulate(SPEEDS, load, rollout=2, train=n).tokens_per_s for n in (1, 2, 4)]
+        assert all(more >= 0.97 * fewer for fewer, more in itertools.pairwise(found))
 
 
 def test_a_larger_bound_never_trains_less_with_waiting() -> None:
     found = [simulate(SPEEDS, workload(eta, on_stale="wait"), rollout=2, train=2) for eta in (0, 1, 2, 4, 8)]
     rates = [outcome.tokens_per_s for outcome in found]
-    assert all(more >= 0.97 * fewer for fewer, more in zip(rates, rates[1:], strict=False))
+    assert all(more >= 0.97 * fewer for fewer, more in itertools.pairwise(rates))
     assert all(outcome.masked == 0 for outcome in found)
 
 
@@ -252,21 +257,19 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 
 def test_a_smaller_cluster_of_the_same_proportions_stands_for_a_large_one() -> None:
-    load = workload(4, batch_groups=96, group_size=16)
+    load = workload(4, batch_groups=48, group_size=16, pace=False)
     speeds = SPEEDS.model_copy(update={"train_token_s": 0.004 / 16, "slots": 64})
-    assert scaled(96, 16, 24, samples_min=512) == (32, 8)
-    small = simulate(speeds, load, rollout=24, train=2)
-    whole = simulate(speeds, load, rollout=24, train=2, samples_min=10_000)
+    assert scaled(48, 16, 12, samples_min=256) == (16, 4)
+    small = simulate(speeds, load, rollout=12, train=2, samples_min=256)
+    whole = simulate(speeds, load, rollout=12, train=2, samples_min=10_000)
     assert small.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.05)
     assert small.staleness == pytest.approx(whole.staleness, abs=0.3)
 
 
 def test_a_batch_that_can_never_fill_is_told() -> None:
-    load = Workload(TAIL, workload(1, filter="none").controller.model_copy(update={"filter": "zero_variance"}), 1.0)
-    cluster = Cluster(SPEEDS, load, 1, 1, steps=3)
-    cluster.now_s = 0.0
-    with pytest.raises(UserError, match="too long"):
-        cluster.run()
+    load = Workload(TAIL, workload(1, filter="zero_variance").controller, uninformative=1.0)
+    with pytest.raises(UserError, match="Step 0 cannot be formed"):
+        Cluster(SPEEDS, load, 1, 1, steps=3).run()
 
 
 # ---- the shape of the paper, on a scaled-down setting
@@ -284,7 +287,7 @@ def long_tailed() -> tuple[Speeds, Lengths]:
 def test_the_order_of_the_schedules_is_that_of_the_paper(long_tailed: tuple[Speeds, Lengths]) -> None:
     speeds, lengths = long_tailed
     speeds = speeds.model_copy(update={"train_loss": 0.0})
-    load = workload(8, lengths, batch_groups=32, group_size=16)
+    load = workload(8, lengths, batch_groups=32, group_size=16, pace=False)
     together = synchronous(speeds, load, devices=8).tokens_per_s
     overlap = one_step_overlap(speeds, load, engines=6, train_devices=2).tokens_per_s
     apart = simulate(speeds, load, rollout=6, train=2).tokens_per_s
@@ -294,8 +297,8 @@ def test_the_order_of_the_schedules_is_that_of_the_paper(long_tailed: tuple[Spee
 
 def test_what_a_larger_bound_gives_levels_off(long_tailed: tuple[Speeds, Lengths]) -> None:
     speeds, lengths = long_tailed
-    load = {eta: workload(eta, lengths, batch_groups=32, group_size=16) for eta in (0, 4, 8, 16)}
-    found = {eta: simulate(speeds, of, rollout=6, train=2) for eta, of in load.items()}
+    load = {eta: workload(eta, lengths, batch_groups=16, group_size=16, pace=False) for eta in (0, 4, 16)}
+    found = {eta: simulate(speeds, of, rollout=3, train=1) for eta, of in load.items()}
     consumed = {eta: 1 / outcome.step_s for eta, outcome in found.items()}
     assert consumed[4] >= 2 * consumed[0]
     assert consumed[16] <= 1.2 * consumed[4]
