@@ -49,13 +49,16 @@ class Outcome:
 
 
 async def judge(folder: Path, status: int | None, faults: Sequence[Fault], end_s: float) -> Outcome:
-    """Audit a run and measure its recoveries. `end_s` is when its launcher ended."""
+    """Audit a run and measure its recoveries, which are kept in its `faults.json`. It ended at `end_s`."""
     async with open_log(str(folder)) as log:
         audit = await audit_log(log)
         stored = [entry for stream in STREAMS for entry in await _stored(log, stream)]
     steps = sorted(entry.time_s for entry in stored if entry.stream == STEPS.name)
+    healed = recoveries(faults, stored, _starts(folder), end_s)
+    told = [dataclasses.asdict(fault) | {"recovery_s": round(seconds, 3)} for fault, seconds in healed]
+    (folder / "faults.json").write_text(json.dumps(told, indent=1))
     gap_s = max((after - before for before, after in itertools.pairwise(steps)), default=0.0)
-    return Outcome(status, audit, tuple(recoveries(faults, stored, _starts(folder), end_s)), gap_s)
+    return Outcome(status, audit, tuple(healed), gap_s)
 
 
 async def _stored(log: LogSource, stream: Stream) -> list[Stored]:
