@@ -29,6 +29,7 @@ from schemas import UserError
 START_TIMEOUT_S = 60.0  # recovering a store of a few GB takes seconds, an empty one 20 ms
 STOP_TIMEOUT_S = 5.0
 LOCK_TIMEOUT_S = 1.0  # the server of a run that was just killed may still be on its way out
+KILLS_MAX = 5  # in a row, before it was ready
 POLL_S = 0.005
 WATCH_S = 0.05  # how often the supervisor looks; a reader shall resume within about 0.5 s
 RESTART_BACKOFF_S = 0.05
@@ -100,6 +101,10 @@ class Membership:
 server_name: "{self.name}"
 cluster {{ name: "rollstream", listen: "127.0.0.1:{self.port}", {credentials}, routes: [{routes}] }}
 """
+
+
+class _KilledAtStart(Exception):
+    """The server was killed by SIGKILL before it was ready."""
 
 
 class NatsServer:
@@ -232,7 +237,20 @@ class NatsServer:
         )
 
     async def _spawn(self, binary: Path) -> int | None:
-        """Run the server until it is ready; returns its port, None if the port of the config is taken."""
+        """Run the server until it is ready; returns its port, None if the port of the config is taken.
+
+        One that is killed from outside meanwhile is started again, a few times.
+        """
+        for _ in range(KILLS_MAX):
+            try:
+                return await self._spawn_once(binary)
+            except _KilledAtStart:
+                _log.warning("server_killed_at_start", log=str(self._path("log")))
+        raise UserError(
+            f"The NATS server was killed {KILLS_MAX} times before it was ready.", "Is there enough memory for it?"
+        )
+
+    async def _spawn_once(self, binary: Path) -> int | None:
         command = [str(binary), "--config", str(self._path("conf"))]
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid()), *command]
@@ -259,6 +277,8 @@ class NatsServer:
                 lines = _lines(log_path, offset)
                 if any("address already in use" in line for line in lines):
                     return None
+                if self._process.returncode == -signal.SIGKILL:
+                    raise _KilledAtStart
                 raise UserError(
                     f"The NATS server ended with status {self._process.returncode}: {_tail(log_path, offset)}",
                     f"Read {log_path}; is the disk full, or the folder not writable?",

@@ -72,8 +72,8 @@ def _recovery_s(
     healed_s = min(next(progress, end_s), end_s)
     begun_s = fault.ended_s
     for other in faults:
-        if other.at_s < healed_s and (other.stop or _hits_again(other, fault)):
-            begun_s = max(begun_s, min(other.ended_s, healed_s))
+        if other.ended_s <= healed_s and (other.stop or _hits_again(other, fault)):
+            begun_s = max(begun_s, other.ended_s)
     return max(0.0, healed_s - begun_s)
 
 

@@ -130,6 +130,19 @@ async def test_a_server_that_hangs_is_killed_and_started_again(
     supervising.cancel()
 
 
+async def test_a_server_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill says nothing about the next time; but memory that never suffices must be told."""
+    monkeypatch.setattr(nats_server, "find_binary", lambda: Path("/bin/sh"))
+    killed = tmp_path / "killed"
+    script = f"echo >> {killed}; kill -9 $$"
+    monkeypatch.setattr(nats_server, "_TIE_TO_PARENT", f"import os; os.execv('/bin/sh', ['sh', '-c', {script!r}])")
+    with pytest.raises(UserError, match="was killed 5 times before it was ready"):
+        await NatsServer().start(tmp_path)
+    assert len(killed.read_text().splitlines()) == 5
+
+
 async def test_supervision_ends_with_stop(tmp_path: Path) -> None:
     server = NatsServer()
     await server.start(tmp_path)
