@@ -6,6 +6,7 @@ The event (`WeightVersion`) announces; this holds what it points to. Readers mem
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,13 +58,17 @@ class WeightStore:
         The same tensors give the same bytes, so publishing again after a crash changes nothing. Tensors that share
         their memory (tied embeddings) are stored once, under the name that comes first in `tensors`; `load` gives all.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self.root.mkdir(parents=True, exist_ok=True)
         stored, aliases = _untie(tensors)
         aside = self.root / f"{_ASIDE}{version}-{os.getpid()}"
         try:
-            save_file(stored, aside, metadata={_METADATA: json.dumps({"aliases": aliases}, sort_keys=True)})
+            try:
+                save_file(stored, aside, metadata={_METADATA: json.dumps({"aliases": aliases}, sort_keys=True)})
+            except SafetensorError as error:  # it tells the system's error in words only
+                raise _system_error(error, aside) or error from None
             aside.chmod(0o644)  # workers may run as other users
             with open(aside, "rb") as file:
                 digest = f"sha256-{hashlib.file_digest(file, 'sha256').hexdigest()}"
@@ -146,6 +151,11 @@ class WeightStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _system_error(error: Exception, path: Path) -> OSError | None:
+    found = re.search(r"os error (\d+)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else None
 
 
 def _untie(tensors: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
