@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bus.memory import MemoryBus, MemoryHub
-from bus.table import STREAMS, WEIGHTS, Stream
+from bus.port import Entry, headers_of, key_of
+from bus.table import STREAM_OF, STREAMS, WEIGHTS, Stream
 from ops.host import ProcessSpec, Role, _actor, initial_model
 from ops.log_source import LogSource, RunLog
 from ops.prepare import prepare
@@ -61,6 +62,19 @@ class Altered(LogInLists):
         old = entries[seq - 1].message()
         entries[seq - 1] = dataclasses.replace(entries[seq - 1], data=encode(dataclasses.replace(old, **changes)))
         return old
+
+    def put(self, message: Message, **changes: Any) -> Entry:
+        """Store one more message; `changes` are those of the entry."""
+        stream = STREAM_OF[type(message)]
+        entries = self._log.entries[stream.name]
+        at, time_s = (entries[-1].seq + 1, entries[-1].time_s + 1.0) if entries else (1, 1e9)
+        entry = Entry(stream, at, key_of(message), headers_of(self.run, message), encode(message), time_s)
+        entries.append(dataclasses.replace(entry, **changes))
+        return entries[-1]
+
+    def put_raw(self, entry: Entry) -> None:
+        """Store an entry as it is."""
+        self._log.entries[entry.stream.name].append(entry)
 
     def remove_last(self, stream: str) -> None:
         """Take a stream's newest entry out."""
