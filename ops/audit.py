@@ -29,6 +29,7 @@ from schemas import Control, UserError, WeightVersion
 
 SHOWN_MAX = 10
 SHOWN_IF_DAMAGED_MAX = 2  # what is missing breaks promises without end
+KNOWN = {stream.name for stream in READ_ORDER}
 NEWEST_ONLY = {stream.name for stream in STREAMS if stream.newest_only}
 
 
@@ -100,12 +101,17 @@ async def audit_log(log: LogSource) -> AuditReport:
     auditor = Auditor(_rules_of, lambda event: _digest_of(store, event) if store else None, cut.gated_seq)
     entries = 0
     for stream in READ_ORDER:
-        async for entry in log.read(stream, 1, cut.streams[stream.name].last_seq + 1):
+        async for entry in log.read(stream, 1, cut.of(stream).last_seq + 1):
             auditor.feed(entry)
             entries += 1
     if isinstance(log, Recording):
         await asyncio.to_thread(log.check_files)
-    return AuditReport(log.run, auditor.report(), entries, time.monotonic() - started, log.damage)
+    unknown = tuple(
+        f"it holds {info.messages:,} {name}, which this Rollstream does not know and has not checked"
+        for name, info in cut.streams.items()
+        if info.messages and name not in KNOWN
+    )
+    return AuditReport(log.run, auditor.report(), entries, time.monotonic() - started, (*log.damage, *unknown))
 
 
 def _rules_of(control: Control, time_s: float) -> Rules | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -67,27 +67,38 @@ class RunLog:
 
     async def cut(self) -> Cut:
         """Up to where the streams are consistent with each other."""
-        return await cut_of(self._bus)
+        return await cut_of(self)
 
     async def info(self, stream: Stream) -> StreamInfo:
         """What the stream holds."""
-        return await self._bus.info(stream)
+        with self._told():
+            return await self._bus.info(stream)
 
     async def read(self, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
         """The entries with `start <= seq < stop` that are there now, in order."""
-        end = (await self._bus.info(stream)).last_seq + 1
+        end = (await self.info(stream)).last_seq + 1
         end = end if stop is None else min(end, stop)
         if self._bulk_url:
             entries = bulk.read(self._bulk_url, self.run, stream, start, end)
         else:
             entries = read_to_end(self._bus, stream, start, end)
-        async with contextlib.aclosing(entries):
-            async for entry in entries:
-                yield entry
+        with self._told():
+            async with contextlib.aclosing(entries):
+                async for entry in entries:
+                    yield entry
 
     async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
         """The entries at these sequences, in this order."""
-        return await self._bus.get(stream, seqs)
+        with self._told():
+            return await self._bus.get(stream, seqs)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A server that cannot be reached is something to mend, and no bug of whoever reads."""
+        try:
+            yield
+        except BusUnavailable as error:
+            raise UserError(f"The log of run {self.run} cannot be read: {error}.", "Is its server well?") from None
 
 
 @contextlib.asynccontextmanager
@@ -112,9 +123,9 @@ async def open_log(target: str | None) -> AsyncIterator[LogSource]:
             if not await bus.exists():
                 raise UserError(f"The server holds no run {where.run}.", "Was it purged? Then nothing can be read.")
             bulk_url = url if await asyncio.to_thread(bulk.usable, url) else ""
-            yield RunLog(bus, folder, await newest_recipe(read_to_end(bus, CONTROL)), bulk_url)
-        except BusUnavailable as error:
-            raise UserError(f"The log of run {where.run} cannot be read: {error}.", "Is its server well?") from None
+            log = RunLog(bus, folder, "", bulk_url)
+            log.recipe_yaml = await newest_recipe(log.read(CONTROL))
+            yield log
         finally:
             await bus.close()
 

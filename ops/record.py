@@ -57,7 +57,7 @@ async def record(log: LogSource, path: Path, model: Path | None, tell: Callable[
             with (model / name).open("rb") as content:
                 await asyncio.to_thread(writer.add_file, name, content)
         for stream in WRITE_ORDER:
-            async for entry in log.read(stream, 1, cut.streams[stream.name].last_seq + 1):
+            async for entry in log.read(stream, 1, cut.of(stream).last_seq + 1):
                 if writer.add(entry):
                     await asyncio.to_thread(writer.flush)
                     if time.monotonic() - shown > TELL_EVERY_S:

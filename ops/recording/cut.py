@@ -28,6 +28,10 @@ class Cut:
     gated_seq: int
     streams: Mapping[str, StreamInfo]
 
+    def of(self, stream: Stream) -> StreamInfo:
+        """How far a stream belongs to it; a recording may be older than the stream."""
+        return self.streams.get(stream.name, StreamInfo(1, 0, 0, 0))
+
 
 async def cut_of(log: Measured) -> Cut:
     """A consistent cut of a log, now."""

@@ -213,3 +213,22 @@ async def test_streams_that_were_never_written_to_are_empty(tmp_path: Path) -> N
         for stream in (CONTROL, DROPPED, STEPS):
             assert await log.info(stream) == StreamInfo(1, 0, 0, 0)
             assert [entry async for entry in log.read(stream)] == []
+
+
+class OfAnotherTime(LogInLists):
+    """A log whose program knew other streams than this one."""
+
+    async def cut(self) -> Cut:
+        cut = await super().cut()
+        streams = {name: info for name, info in cut.streams.items() if name != "partials"}
+        return Cut(cut.gated_seq, {**streams, "thoughts": StreamInfo(1, 7, 7, 70)})
+
+
+async def test_streams_of_another_version_are_told_if_unknown_and_empty_if_not_there() -> None:
+    """An audit that skipped in silence what it does not know would prove less than it says."""
+    log = whole_run()
+    log.remove(PARTIALS, 1)
+    audit = await audit_log(OfAnotherTime(log))
+    assert audit.report.clean
+    assert audit.damage == ("it holds 7 thoughts, which this Rollstream does not know and has not checked",)
+    assert not audit.clean
