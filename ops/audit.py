@@ -10,7 +10,9 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +29,8 @@ from ops.log_source import LogSource, RunLog, open_log
 from ops.recording.reader import Recording
 from schemas import Control, UserError, WeightVersion
 
+TELL_EVERY_S = 2.0
+LOOK_EVERY = 4096  # entries, at the clock
 SHOWN_MAX = 10
 SHOWN_IF_DAMAGED_MAX = 2  # what is missing breaks promises without end
 KNOWN = {stream.name for stream in READ_ORDER}
@@ -65,7 +69,7 @@ async def main(target: str | None, as_json: bool, replay: bool = False) -> int:
     With `replay` its steps are trained again, for I7.
     """
     async with open_log(target) as log:
-        audit = await audit_log(log)
+        audit = await audit_log(log, _tell if sys.stderr.isatty() else None)
         if replay:
             from ops.replay.into_trainer import check_replay
 
@@ -83,8 +87,10 @@ async def audit_run(folder: Path) -> AuditReport:
         return await audit_log(log)
 
 
-async def audit_log(log: LogSource) -> AuditReport:
+async def audit_log(log: LogSource, tell: Callable[[str], None] | None = None) -> AuditReport:
     """Audit a log; that of a run folder together with its weights' bytes, as far as they are kept.
+
+    `tell` gets the progress of a long one.
 
     Raises:
         UserError: a part of the log was purged, so that nothing can be proved.
@@ -99,11 +105,14 @@ async def audit_log(log: LogSource) -> AuditReport:
             )
     store = WeightStore(weights_folder(log.folder)) if isinstance(log, RunLog) else None
     auditor = Auditor(_rules_of, lambda event: _digest_of(store, event) if store else None, cut.gated_seq)
-    entries = 0
+    entries, total, told = 0, sum(info.messages for info in cut.streams.values()), started
     for stream in READ_ORDER:
         async for entry in log.read(stream, 1, cut.of(stream).last_seq + 1):
             auditor.feed(entry)
             entries += 1
+            if entries % LOOK_EVERY == 0 and tell is not None and time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                tell(f"{entries:,} of {total:,} entries checked")
     if isinstance(log, Recording):
         await asyncio.to_thread(log.check_files)
     unknown = tuple(
@@ -112,6 +121,10 @@ async def audit_log(log: LogSource) -> AuditReport:
         if info.messages and name not in KNOWN
     )
     return AuditReport(log.run, auditor.report(), entries, time.monotonic() - started, (*log.damage, *unknown))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _rules_of(control: Control, time_s: float) -> Rules | None:

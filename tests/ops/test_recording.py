@@ -232,3 +232,13 @@ async def test_streams_of_another_version_are_told_if_unknown_and_empty_if_not_t
     assert audit.report.clean
     assert audit.damage == ("it holds 7 thoughts, which this Rollstream does not know and has not checked",)
     assert not audit.clean
+
+
+async def test_a_long_audit_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.audit.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("ops.audit.LOOK_EVERY", 20)
+    told: list[str] = []
+    log = whole_run()
+    total = sum(map(len, log.entries.values()))
+    await audit_log(LogInLists(log), told.append)
+    assert told == [f"{count} of {total} entries checked" for count in range(20, total + 1, 20)]
