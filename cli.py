@@ -401,6 +401,9 @@ def chaos(
     kinds: Annotated[
         list[str] | None, typer.Option("--kind", help="Hit only this kind of process; repeatable.")
     ] = None,
+    nodes: Annotated[
+        Literal["1", "3", "5"], typer.Option("--nodes", help="NATS servers; several are a cluster.")
+    ] = "1",
     out: ReportFile = None,
     folder: BenchDir = None,
 ) -> None:
@@ -409,12 +412,14 @@ def chaos(
     ```
     rollstream chaos recipes/running_total.yaml
     rollstream chaos recipes/running_total.yaml steps=20 --kills 30 --kind nats --kind trainer
+    rollstream chaos recipes/running_total.yaml --kills 30 --nodes 3
     ```
     """
     from ops.chaos.command import Hunt, kinds_of
     from ops.chaos.command import chaos as hunt
 
-    _finish(hunt(Hunt(recipe, tuple(overrides or ()), kills, seed, kinds_of(kinds or ()), out, folder)))
+    changes = tuple(overrides or ())
+    _finish(hunt(Hunt(recipe, changes, kills, seed, kinds_of(kinds or ()), int(nodes), out, folder)))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from ops.chaos.judge import Outcome, judge
 from ops.chaos.report import report
 from ops.chaos.target import Target
 from ops.host import initial_model
+from ops.nats_cluster import NatsCluster, cluster
 from ops.recipe import load_recipe
 from schemas import UserError
 
@@ -45,9 +46,18 @@ class Hunt:
     overrides: tuple[str, ...]
     kills: int
     seed: int
-    kinds: tuple[Kind, ...]
-    out: Path | None
-    folder: Path | None
+    kinds: tuple[Kind, ...] = KINDS
+    nodes: int = 1
+    out: Path | None = None
+    folder: Path | None = None
+
+    @property
+    def command(self) -> str:
+        """As it is typed."""
+        kinds = [] if self.kinds == KINDS else [f"--kind {kind}" for kind in self.kinds]
+        nodes = [f"--nodes {self.nodes}"] if self.nodes > 1 else []
+        options = [f"--kills {self.kills}", f"--seed {self.seed}", *kinds, *nodes]
+        return " ".join(["rollstream chaos", str(self.recipe), *self.overrides, *options])
 
 
 async def chaos(hunt: Hunt) -> int:
@@ -67,11 +77,11 @@ async def chaos(hunt: Hunt) -> int:
     assert hunting is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, hunting.cancel)  # as Ctrl-C does
     try:
-        await _hunt(hunt, place, outcomes)
+        async with cluster(place / "cluster", hunt.nodes) if hunt.nodes > 1 else contextlib.nullcontext() as servers:
+            await _hunt(hunt, place, servers, outcomes)
     except asyncio.CancelledError:
         interrupted = True
-    arguments = " ".join(["rollstream chaos", str(hunt.recipe), *hunt.overrides])
-    publish(report(outcomes, machine, f"{arguments} --kills {hunt.kills} --seed {hunt.seed}"), hunt.out)
+    publish(report(outcomes, machine, hunt.command), hunt.out)
     sound = all(outcome.sound for outcome in outcomes) and not interrupted
     if sound and hunt.folder is None:
         shutil.rmtree(place)
@@ -80,12 +90,13 @@ async def chaos(hunt: Hunt) -> int:
     return 0 if sound else 130 if interrupted else 1
 
 
-async def _hunt(hunt: Hunt, place: Path, outcomes: list[Outcome]) -> None:
+async def _hunt(hunt: Hunt, place: Path, servers: NatsCluster | None, outcomes: list[Outcome]) -> None:
     dice = Dice(hunt.seed, hunt.kinds)
     kills = 0
     while kills < hunt.kills:
         name = f"run-{len(outcomes)}"
-        target = Target(hunt.recipe, (*CHANGES, *hunt.overrides), place / name, initial_model(place / "warm"))
+        initial = initial_model(place / "warm")
+        target = Target(hunt.recipe, (*CHANGES, *hunt.overrides), place / name, initial, servers)
         faults: list[Fault] = []
         try:
             await target.start()
@@ -119,6 +130,7 @@ async def _harry(target: Target, dice: Dice, faults: list[Fault], kills_max: int
             faults.append(fault)
             strike = dice.draw()
             due_s = time.monotonic() + strike.gap_s
+    dice.put_back(strike)
 
 
 async def _begun(target: Target) -> None:

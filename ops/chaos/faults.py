@@ -45,6 +45,10 @@ class Dice:
             return Strike(gap_s, self._next(self._stops), random.uniform(*STOP_S))
         return Strike(gap_s, self._next(self._kills), 0.0)
 
+    def put_back(self, strike: Strike) -> None:
+        """It did not come about: its kind is drawn again."""
+        (self._stops if strike.stop_s else self._kills).append(strike.kind)
+
     def pick(self, names: Sequence[str]) -> str:
         """One of several processes of a kind."""
         return self._random.choice(sorted(names))

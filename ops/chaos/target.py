@@ -17,17 +17,23 @@ import psutil
 
 from ops.chaos.faults import Fault, Kind
 from ops.host import initial_model
+from ops.nats_cluster import NatsCluster
 
 TAIL_LINES = 15
+REPLICAS = 3
 
 
 class Target:
-    """One run in `folder`, from a model that was made before. `start` it; `ended` when its launcher has ended."""
+    """One run in `folder`, from the model `initial`, on its private server or on those of a cluster. `start` it."""
 
-    def __init__(self, recipe: Path, overrides: Sequence[str], folder: Path, initial: Path) -> None:
+    def __init__(
+        self, recipe: Path, overrides: Sequence[str], folder: Path, initial: Path, servers: NatsCluster | None = None
+    ) -> None:
         self.folder = folder
-        self.launched = 0
-        self._command = [sys.executable, "-m", "cli", "run", str(recipe), *overrides, "--dir", str(folder), "--plain"]
+        self._servers = servers
+        where = [f"bus.replicas={REPLICAS}", "--nats", servers.url] if servers is not None else []
+        run = ["run", str(recipe), *overrides, *where, "--dir", str(folder), "--plain"]
+        self._command = [sys.executable, "-m", "cli", *run]
         self._process: asyncio.subprocess.Process | None = None
         self._stopped: dict[asyncio.Task[None], int] = {}
         shutil.copytree(initial, initial_model(folder))
@@ -54,7 +60,6 @@ class Target:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, *resume, stdout=output, stderr=output, env=environment, start_new_session=True
             )
-        self.launched += 1
 
     def victims(self, kind: Kind) -> dict[str, int]:
         """The processes of a kind that live now: name to pid. A name stays when its process is started again."""
@@ -66,6 +71,8 @@ class Target:
         assert self._process is not None
         if kind == "launcher":
             return {"launcher": self._process.pid} if self.status is None else {}
+        if kind == "nats" and self._servers is not None:
+            return self._servers.pids
         launcher = psutil.Process(self._process.pid)
         if kind in ("nats", "fork-server"):
             sign = "nats-server" if kind == "nats" else "multiprocessing.forkserver"

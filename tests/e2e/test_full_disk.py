@@ -15,7 +15,7 @@ from tests.e2e.harness import ROOT
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 60  # more than there is space for
+STEPS = 30  # more than there is space for
 NAMESPACE = ("unshare", "-rm", "--fork", "--pid", "--kill-child", "--mount-proc")
 
 
