@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 # Two torch threads a process on a busy small machine cost far more than they gain.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run smollm2 test clean
+.PHONY: run smollm2 test chaos clean
 
 run: $(STAMP)
 	$(BIN)/rollstream run recipes/running_total.yaml
@@ -21,6 +21,9 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+chaos: $(STAMP)
+	$(BIN)/rollstream chaos recipes/running_total.yaml
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -32,7 +32,7 @@ CHANGES = (
     "reward.workers=2",
     "reward.children=1",
     "evaluation.count=0",
-    "steps=40",
+    "steps=120",
 )
 LOOK_S = 0.05
 STALLED_S = 120.0  # a run that does nothing for so long, though nobody hits it, will not end
