@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import numpy as np
 
-from actors.trainer.advantages import of_batch
+from actors.trainer.actor import ages_of
+from actors.trainer.credit import assign
+from actors.trainer.samples import TrainSample, train_sample
 from bus.port import FROM_HEADER, REASON_HEADER, WAS_HEADER, Entry
 from bus.table import BATCHES, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
 from ops.log_source import LogSource
@@ -33,16 +35,17 @@ GET_WINDOW = 64
 
 @dataclasses.dataclass(slots=True)
 class Training:
-    """The step that trained a sample: `advantage` is that of all its tokens, `staleness` of its segments, in order.
+    """The step that trained a sample. `staleness` is that of its segments, in order; `masked` tokens were too old.
 
-    `group_rewards` are those of the samples of its group in the batch; `masked` tokens were too old.
+    `advantages` are those of its trained tokens, None if more than the batch decides on them. `group_rewards` are those
+    of the samples of its group in the batch.
     """
 
     step: int
     version: int
     max_staleness: int
     reward: float
-    advantage: float
+    advantages: list[float] | None
     group_rewards: list[float]
     staleness: list[int]
     masked: int
@@ -144,17 +147,12 @@ async def _read_batches(source: LogSource, lives: dict[Sample, Life], recipe_of_
             if sample in lives and lives[sample].dropped is None:
                 life = lives[sample]
                 life.dropped, life.dropped_s = _dropped_by(batch, life, triple), entry.time_s
-        here = np.flatnonzero(np.isin(batch.group_ids, groups))
-        if not len(here):
-            continue
-        trained: list[tuple[int, Life]] = []
-        for place in here.tolist():
-            found = lives.get((int(batch.group_ids[place]), int(batch.indices[place])))
-            if found is not None:
-                trained.append((place, found))
+        here = np.flatnonzero(np.isin(batch.group_ids, groups)).tolist()
+        ids = list(zip(batch.group_ids.tolist(), batch.indices.tolist(), strict=True))
+        trained = [(place, lives[ids[place]]) for place in here if ids[place] in lives]
         if not trained:
             continue
-        _, advantages = of_batch(batch.rewards, batch.group_ids, recipe_of_step(batch.step).trainer)
+        advantages = await _advantages(source, batch, recipe_of_step(batch.step))
         trained_s = await _time_of_step(source, batch.step)
         for place, life in trained:
             life.rollout_seq = int(batch.rollout_seqs[place])
@@ -163,13 +161,36 @@ async def _read_batches(source: LogSource, lives: dict[Sample, Life], recipe_of_
                 version=batch.step + 1,
                 max_staleness=batch.max_staleness,
                 reward=float(batch.rewards[place]),
-                advantage=float(advantages[place]),
+                advantages=advantages.get(ids[place], []) if advantages is not None else None,
                 group_rewards=batch.rewards[batch.group_ids == life.group_id].tolist(),
                 staleness=[],
                 masked=0,
                 batched_s=entry.time_s,
                 trained_s=trained_s,
             )
+
+
+async def _advantages(source: LogSource, batch: Batch, recipe: Recipe) -> dict[Sample, list[float]] | None:
+    """The advantages of a batch, as the trainer assigns them to tokens; None if a critic, a reference model or a
+    function of the user's has a say, or if a rollout is missing."""
+    config = recipe.trainer
+    if config.critic is not None or config.kl.coef or config.advantage.function is not None:
+        return None
+    samples: dict[Sample, TrainSample] = {}
+    try:
+        entries = await source.get(ROLLOUTS, batch.rollout_seqs.tolist())
+        for entry, reward in zip(entries, batch.rewards.tolist(), strict=True):
+            rollout = entry.message()
+            if isinstance(rollout, Rollout) and len(rollout.tokens):
+                age = ages_of(rollout.segments, batch.step)
+                fresh = age <= batch.max_staleness
+                sample = train_sample(rollout, fresh, batch.step - age, reward)
+                samples[rollout.group_id, rollout.index] = sample
+    except (LookupError, MalformedMessage):
+        return None
+    ordered = sorted(samples.items(), key=lambda item: (item[1].group_id, item[1].sample_id))
+    credit = assign([sample for _, sample in ordered], config, max_new_tokens=recipe.rollout.max_new_tokens)
+    return {name: tokens.tolist() for (name, _), tokens in zip(ordered, credit.advantages, strict=True)}
 
 
 def _dropped_by(batch: Batch, life: Life, triple: list[str]) -> Dropped:

@@ -81,7 +81,7 @@ def _row(life: Life) -> tuple[str | Text, ...]:
         _versions(rollout.segments) if rollout is not None else "",
         rollout.worker if rollout is not None else "",
         "" if scored is None else scored.verdict if scored.reward is None else _number(scored.reward),
-        f"{training.advantage:+.3f}" if training is not None else "",
+        _advantage(training.advantages, 3) if training is not None else "",
         age,
         _fate(life),
     )
@@ -226,7 +226,8 @@ def _facts(life: Life) -> Table:
     if life.training is not None:
         training = life.training
         group = " ".join(_number(reward) for reward in training.group_rewards)
-        table.add_row("advantage", f"{training.advantage:+.4f}, within group {life.group_id}: {group}")
+        advantage = _advantage(training.advantages, 4) or "decided by more than the batch; not computed here"
+        table.add_row("advantage", f"{advantage}; rewards of group {life.group_id}: {group}")
         bound = f"η = {training.max_staleness}"
         worst = max(training.staleness, default=0)
         masked = f"{training.masked} tokens masked" if training.masked else "no token masked"
@@ -236,6 +237,17 @@ def _facts(life: Life) -> Table:
         table.add_row("log-probability", f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f} nats a token")
         table.add_row("tokens", f"{len(life.rollout.tokens)} after {len(life.rollout.prompt_tokens)} of the prompt")
     return table
+
+
+def _advantage(of_tokens: Sequence[float] | None, digits: int) -> str:
+    """One number if all tokens have the same, else its range."""
+    if of_tokens is None:
+        return ""
+    if not of_tokens:
+        return "no token trained"
+    low, high = min(of_tokens), max(of_tokens)
+    alike = high - low < 0.5 * 10.0**-digits
+    return f"{low:+.{digits}f}" if alike else f"{low:+.{digits}f} to {high:+.{digits}f}"
 
 
 def _versions(segments: Segments) -> str:

@@ -19,7 +19,7 @@ import structlog
 from actors import clock
 from actors.gauges import Gauges
 from actors.trainer.config import TrainerConfig
-from actors.trainer.samples import TrainSample
+from actors.trainer.samples import TrainSample, train_sample
 from bus.port import Bus, Entry, Fenced
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
 from bus.weights import WeightFile
@@ -192,19 +192,7 @@ class Trainer:
             masked += int(len(age) - fresh.sum())
             ages.append(age[fresh])
             if len(age):
-                samples.append(
-                    TrainSample(
-                        sample_id=f"{group_id}-{index:06d}",  # sorts by index
-                        group_id=group_id,
-                        prompt_tokens=rollout.prompt_tokens,
-                        tokens=rollout.tokens,
-                        behaviour_logprobs=rollout.logprobs,
-                        loss_mask=fresh,
-                        reward=reward,
-                        finish=rollout.finish,
-                        versions=(batch.step - age).astype(np.int32),
-                    )
-                )
+                samples.append(train_sample(rollout, fresh, batch.step - age, reward))
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)
         return Loaded(batch, tuple(samples), staleness, masked, response_tokens, clock.monotonic_s() - started)
 

@@ -1,10 +1,12 @@
 """What a trainer is fed. No torch here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from schemas import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,20 @@ class TrainSample:
     def generated(self) -> int:
         """Response tokens that a policy made; stale ones count, a tool's do not."""
         return int(self.loss_mask.sum()) if self.versions is None else int((self.versions >= 0).sum())
+
+
+def train_sample(
+    rollout: Rollout, loss_mask: npt.NDArray[np.bool_], versions: npt.NDArray[Any], reward: float
+) -> TrainSample:
+    """A rollout with at least one token as a sample; `loss_mask` and `versions` are [T]."""
+    return TrainSample(
+        sample_id=f"{rollout.group_id}-{rollout.index:06d}",  # sorts by index
+        group_id=rollout.group_id,
+        prompt_tokens=rollout.prompt_tokens,
+        tokens=rollout.tokens,
+        behaviour_logprobs=rollout.logprobs,
+        loss_mask=loss_mask,
+        reward=reward,
+        finish=rollout.finish,
+        versions=versions.astype(np.int32),
+    )

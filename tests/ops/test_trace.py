@@ -94,13 +94,15 @@ async def test_the_advantage_is_that_of_the_trained_batch(recorded: Path, show: 
     for life, reward in zip(lives, batch.rewards.tolist(), strict=True):
         group = batch.rewards[batch.group_ids == life.group_id]
         assert life.training is not None
-        assert life.training.advantage == pytest.approx((reward - group.mean()) / (group.std(ddof=1) + 1e-5))
+        expected = (reward - group.mean()) / (group.std(ddof=1) + 1e-5)
+        assert life.rollout is not None
+        assert life.training.advantages == pytest.approx([expected] * len(life.rollout.tokens))
         assert life.training.group_rewards == group.tolist()
         assert life.scored is not None
         assert life.scored.reward == reward
     told = show(lives[0])
     assert "trained in step 1" in told
-    assert f"{lives[0].training.advantage:+.4f}, within group" in told  # type: ignore[union-attr]
+    assert f"{lives[0].training.advantages[0]:+.4f}; rewards of group" in told  # type: ignore[union-attr,index]
 
 
 async def test_a_life_is_told_in_the_order_of_the_clock(recorded: Path) -> None:
