@@ -346,6 +346,7 @@ async def _take_lock(folder: Path) -> int:
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while not _locked(lock):
         if time.monotonic() < deadline_s:
+            _end_orphan(paths, lock)
             await asyncio.sleep(POLL_S)
             continue
         os.close(lock)
@@ -354,7 +355,27 @@ async def _take_lock(folder: Path) -> int:
             f"The run in {folder} is already running (nats-server has pid {pid}).",
             "Attach to it with `rollstream status`, or stop it with Ctrl-C where it was started.",
         )
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
+
+
+def _end_orphan(paths: dict[str, Path], lock: int) -> None:
+    """Kill the folder's server if whoever started it is gone: it was told to end, but one that hangs does not hear."""
+    try:
+        parent, pid = int(os.pread(lock, 32, 0) or b"0"), int(paths["pid"].read_text() or 0)
+        if parent and pid and _is_gone(parent) and str(paths["conf"]) in psutil.Process(pid).cmdline():
+            _log.warning("orphan_killed", pid=pid)
+            os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError, psutil.Error):  # it is just ending
+        return
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def _greets(url: str) -> bool:

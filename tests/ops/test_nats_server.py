@@ -165,8 +165,9 @@ async def test_a_server_that_ignores_us_is_killed(tmp_path: Path, monkeypatch: p
     assert not psutil.pid_exists(pid)
 
 
-def test_no_server_survives_its_parent(tmp_path: Path) -> None:
-    """A killed run must leave neither a process nor a locked folder."""
+@pytest.mark.parametrize("hung", [False, True])
+def test_no_server_survives_its_parent(tmp_path: Path, hung: bool) -> None:
+    """A killed run must leave neither a process nor a locked folder; one that hangs is ended by the next start."""
     program = (
         "import asyncio, pathlib, sys\n"
         "from ops.nats_server import NatsServer\n"
@@ -183,7 +184,13 @@ def test_no_server_survives_its_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
+        if hung:
+            os.kill(pid, signal.SIGSTOP)
         parent.kill()
+    if hung:
+        again = NatsServer()
+        asyncio.run(again.start(tmp_path))
+        asyncio.run(again.stop())
     until_s = time.monotonic() + 5
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until_s, "the server outlived its parent"
