@@ -206,3 +206,14 @@ def test_a_recipe_that_is_not_there_is_looked_for_nearby(recipe_file: Path) -> N
     """The commonest mistake of all."""
     assert "recipe.yaml" in refused(recipe_file.with_name("recip.yaml")).remedy
     assert "cannot be read" in refused(recipe_file.parent).message
+
+
+def test_the_servers_of_a_cluster_may_be_a_list(tmp_path: Path) -> None:
+    """On the bus and in `run.json` they are one URL with commas, as other NATS programs take it."""
+    path = RECIPES / "running_total.yaml"
+    servers = "[nats://a:4222, nats://b:4222, nats://c:4222]"
+    recipe = load_recipe(path, [f"bus.url={servers}", "bus.replicas=3"])
+    assert recipe.bus.url == "nats://a:4222,nats://b:4222,nats://c:4222"
+    assert Recipe.from_yaml(recipe.to_yaml()) == recipe
+    with pytest.raises(UserError, match="replicas"):
+        load_recipe(path, ["bus.replicas=2"])
