@@ -435,6 +435,7 @@ def _headers(raw: bytes) -> dict[str, str]:
 
 
 def _unix_s(stamp: str) -> float:
-    """`2026-01-02T03:04:05.678901234Z` as Unix time; Python reads microseconds only."""
+    """`2026-01-02T03:04:05.678901234Z` as Unix time, as exactly as `read` has it; Python reads microseconds."""
     whole, _, fraction = stamp.rstrip("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
+    seconds = int(datetime.fromisoformat(f"{whole}+00:00").timestamp())
+    return (seconds * 10**9 + int(fraction.ljust(9, "0")[:9])) / 1e9

@@ -56,12 +56,13 @@ async def test_a_run_and_its_recording_read_alike_whatever_reads_them(
         assert sum(map(len, in_bulk.values())) == sum(map(len, whole_run().entries.values()))
         assert [e async for e in log.read(ROLLOUTS, 3, 6)] == in_bulk["rollouts"][2:5]
         assert [e async for e in log.read(PARTIALS, 2)] == []
-        assert [e.seq for e in await log.get(PROMPTS, [4, 2])] == [4, 2]
+        assert await log.get(PROMPTS, [4, 2]) == [in_bulk["prompts"][3], in_bulk["prompts"][1]]
         assert (log.run, log.damage) == (RUN, ())
         assert initial_model_of(log, tmp_path / "unused") == folder / "initial"
     async with open_log(str(file)) as log:
         assert isinstance(log, Recording)
         assert await all_of(log) == in_bulk
+        assert await log.get(PROMPTS, [4, 2]) == [in_bulk["prompts"][3], in_bulk["prompts"][1]]
     monkeypatch.setattr("bus.bulk.usable", lambda url: False)
     monkeypatch.setattr("bus.bulk.read", None)
     async with open_log(str(folder)) as log:
