@@ -141,7 +141,11 @@ class ControllerCore:
         group.answers.pop(dropped.index, None)
         group.lost.add(dropped.index)
         self._seen.lose(dropped.reason)
-        if dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
+        if dropped.reason == "stale":
+            group.aged = self._news = True
+            if len(group.lost) == group.size:
+                self._end_group(group, "stale")
+        elif dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
             self._end_group(group, dropped.reason)
         else:
             self._settle(group)
@@ -267,6 +271,8 @@ class ControllerCore:
         if not group.complete:
             return
         self._news = True
+        if group.aged:
+            return
         if len(group.answers) < group.fewest:
             self._end_group(group, "group_too_small")
         elif self.config.filter == "zero_variance" and group.zero_variance:
@@ -292,7 +298,7 @@ MARKS = ("prompts", "scored", "dropped")
 
 
 # These end a whole group; other reasons end one sample.
-GROUP_REASONS: frozenset[DropReason] = frozenset({"zero_variance", "filtered", "stale", "group_too_small", "run_ended"})
+GROUP_REASONS: frozenset[DropReason] = frozenset({"zero_variance", "filtered", "group_too_small", "run_ended"})
 
 
 class _Seen:

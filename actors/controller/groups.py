@@ -33,6 +33,9 @@ class Group:
 
     `min_version` is the promise of its prompts: no token of it comes from an older version. The `first_*_seq` are where
     the log first speaks of it, so that a successor knows from where to fold.
+
+    `aged`: a sample of it was dropped for its age. Either all of it is too old, which the next batch will find again,
+    or another controller has formed a batch that left the sample out and trains the rest. So nothing else may end it.
     """
 
     group_id: int
@@ -44,6 +47,7 @@ class Group:
     lost: set[int] = dataclasses.field(default_factory=set)
     first_scored_seq: int | None = None
     first_dropped_seq: int | None = None
+    aged: bool = False
 
     @property
     def complete(self) -> bool:

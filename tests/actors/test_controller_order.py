@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.controller.config import ControllerConfig
 from actors.controller.core import ControllerCore, Decision
-from schemas import Batch, Scored
+from schemas import Batch, Dropped, Scored
 
 
 def scored(group_id: int, index: int, reward: float) -> Scored:
@@ -49,3 +49,21 @@ def test_what_a_batch_forgets_has_its_terminal_record_before_the_batch() -> None
             break
     else:
         raise AssertionError("no batch was formed")
+
+
+def test_what_another_controllers_batch_left_out_for_its_age_does_not_end_the_rest_of_the_group() -> None:
+    """Two may lead for a moment. The one that has not seen the batch knew a drop for age only as the end of a group.
+
+    Found by simulation: it dropped the samples that the batch trains.
+    """
+    core = ControllerCore(
+        ControllerConfig(max_staleness=0, batch_groups=1, group_size=4, filter="zero_variance", pace=False), steps=4
+    )
+    core.saw_weights(0)
+    decisions(core)
+    core.saw_dropped(1, Dropped(group_id=0, index=0, reason="stale", tokens=4))
+    for seq, index in enumerate((1, 2, 3), start=1):
+        core.saw_scored(seq, scored(0, index, reward=1.0))  # equal, but those of the whole group were not
+    (decision,) = [decision for decision in decisions(core) if decision.batch is not None]
+    assert decision.batch is not None  # it will be fenced
+    assert decision.batch.sample_ids == ["0-1", "0-2", "0-3"]
