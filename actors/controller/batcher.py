@@ -36,7 +36,8 @@ def select(
 
     `wait` promises that no token is ever masked or dropped for its age: a batch is formed only if afterwards, for every
     deadline d, at most `(d - step) * batch_groups` groups are left that must be trained by d (Hall's condition, which
-    eq. 3 of arXiv 2505.24298 makes true at admission and this rule keeps true).
+    eq. 3 of arXiv 2505.24298 makes true at admission and this rule keeps true). Where no order could keep it, since a
+    run was resumed with a smaller η, nothing is waited for in vain: then these groups are the exception.
     """
     everyone = sorted(live, key=lambda group: (group.deadline(max_staleness), group.group_id))
     chosen: list[Group] = []
@@ -68,7 +69,11 @@ def _others_can_wait(
     max_staleness: int,
 ) -> bool:
     gone = {group.group_id for group in (*chosen, *dead)}
+    last = max(group.deadline(max_staleness) for group in chosen)
     for left, group in enumerate((group for group in everyone if group.group_id not in gone), start=1):
-        if left > (group.deadline(max_staleness) - step) * batch_groups:
+        deadline = group.deadline(max_staleness)
+        if deadline >= last:  # all chosen ones are due by then too: no other choice would leave fewer
+            return True
+        if left > (deadline - step) * batch_groups:
             return False
     return True
