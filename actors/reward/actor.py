@@ -18,7 +18,7 @@ from bus.shell import HandBack, serve
 from bus.table import REWARD_WORKERS
 from schemas import Message, Rollout, Scored, UserError
 
-FAILURES_MAX = 8  # samples in a row without a score, before the function as a whole is held to be broken
+FAILURES_MAX = 8  # in a row, before the function as a whole is held to be broken
 
 
 class PoolPort(Protocol):
@@ -48,11 +48,13 @@ class RewardWorker:
         self._in_a_row = 0
         self._ever_scored = False
         self._broken: asyncio.Future[Verdict] | None = None
+        self._stop = asyncio.Event()
         self.gauges = Gauges(bus, name, "reward", self._read_gauges)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`. Raises `UserError` if the reward function is broken."""
         self._broken = asyncio.get_running_loop().create_future()
+        self._stop = stop
         await self.pool.start()
         room = 2 * self.config.children + 2
         try:
@@ -63,8 +65,6 @@ class RewardWorker:
                 either: tuple[asyncio.Future[Any], ...] = (serving, self._broken)
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 broken = self._broken.done()
-                if broken:
-                    stop.set()
                 await serving
                 if broken:
                     raise self._sentence(self._broken.result())
@@ -77,35 +77,24 @@ class RewardWorker:
         assert self._broken is not None
         if self._broken.done():
             return HandBack([])
-        if self._in_flight == 0:
-            self.gauges.resume()
-        self._in_flight += 1
-        try:
-            verdict = await self.pool.score(
-                RewardRequest(
-                    sample_id=message.sample_id,
-                    prompt=message.prompt,
-                    response=message.text,
-                    finish=message.finish,
-                    task=message.task,
-                    tokens=message.tokens.tolist(),
-                )
-            )
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self.gauges.pause("rollouts")
-        if verdict.status == "scored":
-            self._scored += 1
-            self._in_a_row = 0
-            self._ever_scored = True
-        else:
+        while True:
+            verdict = await self._score(message)
+            if verdict.status == "scored":
+                self._scored += 1
+                self._in_a_row = 0
+                self._ever_scored = True
+                break
             self._failed += 1
             self._in_a_row += 1
             if self._in_a_row >= FAILURES_MAX and not self._broken.done():
                 self._broken.set_result(verdict)
-            if self._broken.done() or not self._ever_scored:
-                return HandBack([])  # as long as it never worked, blame the function and not the sample
+                self._stop.set()  # at once: what is handed back would come again
+            if self._broken.done():
+                return HandBack([])
+            if self._ever_scored:
+                break
+            # As long as it never worked, blame the function and not the sample. It is asked again here: each time that
+            # a message is handed back counts as a delivery, and of these it has not many.
         return [
             Scored(
                 group_id=message.group_id,
@@ -124,6 +113,26 @@ class RewardWorker:
             )
         ]
 
+    async def _score(self, message: Rollout) -> Verdict:
+        if self._in_flight == 0:
+            self.gauges.resume()
+        self._in_flight += 1
+        try:
+            return await self.pool.score(
+                RewardRequest(
+                    sample_id=message.sample_id,
+                    prompt=message.prompt,
+                    response=message.text,
+                    finish=message.finish,
+                    task=message.task,
+                    tokens=message.tokens.tolist(),
+                )
+            )
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self.gauges.pause("rollouts")
+
     def _sentence(self, verdict: Verdict) -> UserError:
         what = {
             "timeout": f"took longer than reward.timeout_s = {self.config.timeout_s:g} s",
@@ -131,7 +140,7 @@ class RewardWorker:
             "invalid": f"returned no finite number ({verdict.detail})",
         }[verdict.status]
         return UserError(
-            f"The reward function {self.config.function} {what} for {self._in_a_row} samples in a row.",
+            f"The reward function {self.config.function} {what} {self._in_a_row} times in a row.",
             "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept and will be scored then.",
         )
 
