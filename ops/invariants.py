@@ -25,6 +25,7 @@ from bus.table import (
     DROPPED,
     PARTIALS,
     PROMPTS,
+    PUBLISH_DEADLINE_S,
     ROLLOUTS,
     SCORED,
     STEPS,
@@ -317,14 +318,15 @@ class Auditor:
     ) -> None:
         """Whoever finished a sample began with its kept prefix, if that stood there when he got the prompt.
 
-        It may have been stored after that: by a worker that was held to be dead and was only slow.
+        It may have been stored after that: by a worker that was held to be dead and was only slow. `seconds` tell when
+        the prompt came, up to how long it then took to store the rollout.
         """
         self.checks["I5"].checked += 1
         kept = prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)
         if kept == prefix.digest:
             self._totals["partials continued"] += 1
             self._totals["tokens handed over"] += prefix.tokens
-        elif prefix.stored_s + CLOCK_SLACK_S < entry.time_s - fields.get("seconds", 0.0):
+        elif prefix.stored_s + CLOCK_SLACK_S + PUBLISH_DEADLINE_S < entry.time_s - fields.get("seconds", 0.0):
             self.checks["I5"].fail(
                 f"{named(key)} at rollouts {entry.seq} does not begin with its kept prefix of {prefix.tokens} tokens"
             )

@@ -21,6 +21,7 @@ from bus.table import (
     DROPPED,
     PARTIALS,
     PROMPTS,
+    PUBLISH_DEADLINE_S,
     ROLLOUTS,
     SCORED,
     STEPS,
@@ -142,16 +143,24 @@ def samples_from_older_weights_than_promised(log: Log) -> None:
     log.replace(ROLLOUTS, seq, segments=[(0, 5)])
 
 
+def takes_the_prompt_long_after_the_prefix(log: Log) -> None:
+    old = log.entries["rollouts"][1]
+    log.entries["rollouts"][1] = dataclasses.replace(old, time_s=old.time_s + PUBLISH_DEADLINE_S)
+
+
 def forgets_the_tokens_of_a_worker_that_left(log: Log) -> None:
     log.replace(ROLLOUTS, 2, tokens=[9, 1, 2, 3, 4])
+    takes_the_prompt_long_after_the_prefix(log)
 
 
 def changes_the_logprobs_of_a_kept_prefix(log: Log) -> None:
     log.replace(ROLLOUTS, 2, logprobs=[-0.5, -0.25, -0.5, -0.5, -0.5])
+    takes_the_prompt_long_after_the_prefix(log)
 
 
 def retags_a_kept_prefix(log: Log) -> None:
     log.replace(PARTIALS, 1, segments=[(0, 1), (1, 1)])
+    takes_the_prompt_long_after_the_prefix(log)
 
 
 def admits_over_the_bound(log: Log) -> None:
@@ -276,9 +285,20 @@ def test_a_redelivered_message_is_counted_and_no_breach() -> None:
 def test_a_prefix_stored_by_a_worker_that_was_held_to_be_dead_is_no_breach() -> None:
     """It was only slow: the prompt was with another worker by then, who could not know that prefix."""
     log = whole_run()
-    forgets_the_tokens_of_a_worker_that_left(log)
+    log.replace(ROLLOUTS, 2, tokens=[9, 1, 2, 3, 4])
     (partial,) = log.entries["partials"]
     log.entries["partials"] = [dataclasses.replace(partial, time_s=log.entries["rollouts"][1].time_s - 0.4)]
+    report = log.audit()
+    assert broken(report) == {}
+    assert report.totals["partials overtaken"] == 1
+
+
+def test_a_rollout_that_was_long_on_its_way_to_the_log_is_no_breach() -> None:
+    """Its `seconds` end with its last token. Found by simulation: a prefix was stored while the rollout was retried."""
+    log = whole_run()
+    log.replace(ROLLOUTS, 2, tokens=[9, 1, 2, 3, 4])
+    old = log.entries["rollouts"][1]
+    log.entries["rollouts"][1] = dataclasses.replace(old, time_s=old.time_s + PUBLISH_DEADLINE_S / 2)
     report = log.audit()
     assert broken(report) == {}
     assert report.totals["partials overtaken"] == 1
