@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ops.sim.repeat import digests
 from ops.sim.run import Outcome, simulate
-from ops.sim.scenario import FAULTS, Scenario, draw
+from ops.sim.scenario import FAULTS, Scenario, draw, kind_of
 from ops.sim.shrink import shrink
 from schemas import UserError
 
@@ -69,7 +69,7 @@ def _one(seed: int) -> _Result:
     return _Result(
         seed,
         str(outcome.violations[0]) if outcome.violations else "",
-        dict(Counter(name.partition(":")[0] for name in outcome.struck)),
+        dict(Counter(map(kind_of, outcome.struck))),
         outcome.situations,
         outcome.virtual_s,
         time.process_time() - begun_s,

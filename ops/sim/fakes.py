@@ -104,7 +104,7 @@ class Disk:
 
 
 def _check_room(process: Process) -> None:
-    if process.world.fate("disk_full"):
+    if process.world.fate(process, "disk_full"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -160,9 +160,9 @@ class MemoryCheckpoints:
         """See `Checkpoints.save`."""
         _check_room(self._process)
         world, saved = self._process.world, self._disk.checkpoints
-        torn = world.fate("torn_save")
+        torn = world.fate(self._process, "torn_save")
         if torn:
-            if step not in saved and world.dice("disk").random() < 0.5:
+            if step not in saved and self._process.dice("torn").random() < 0.5:
                 saved[step] = Saved(dict(state), whole=False)
                 world.note(f"checkpoint {step} is torn")
             world.kill(self._process)
@@ -237,10 +237,10 @@ class FakePool:
         """See `RewardPool.score`."""
         world = self._process.world
         async with self._slots:
-            dice = world.dice("reward")
+            dice = self._process.dice("reward")
             seconds = dice.expovariate(1 / world.scenario.reward_s)
             await asyncio.sleep(seconds)
-            if world.fate("reward_fails"):
+            if world.fate(self._process, "reward_fails"):
                 status = dice.choice(_FAILURES)
                 world.count(f"a verdict: {status}")
                 return Verdict(status, detail="the simulation says so", seconds=seconds)
@@ -393,7 +393,7 @@ class FakeEngine:
         self._waiting.clear()
 
     async def _decode(self) -> None:
-        scenario, dice = self._process.world.scenario, self._process.world.dice("engines")
+        scenario, dice = self._process.world.scenario, self._process.dice("engine")
         while True:
             if not self._running and not self._waiting and not self._updates:
                 self._wake.clear()

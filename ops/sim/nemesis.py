@@ -117,9 +117,10 @@ class Nemesis:
         self._world.later(self._while_s(dice, 2.0), self._publish, Control(action="resume", nonce=nonce))
 
     def _publish(self, control: Control) -> None:
-        self._world.loop.create_task(self._published(control), context=self._world.context)
+        self._world.loop.create_task(self.published(control), context=self._world.context)
 
-    async def _published(self, control: Control) -> None:
+    async def published(self, control: Control) -> None:
+        """What the user does is repeated until it is stored."""
         bus = MemoryBus(RUN, self._world.hub)
         while True:
             try:

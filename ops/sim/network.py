@@ -44,7 +44,7 @@ class SimBus(MemoryBus):
         until_s = world.loop.time() + world.scenario.deadline_s
         while True:
             await process.ready()
-            fate = world.fate("crash_before", "crash_after", "lost_answer", "slow_call")
+            fate = world.fate(process, "crash_before", "crash_after", "lost_answer", "slow_call")
             if fate == "crash_before":
                 world.kill(process)
                 await process.ready()
@@ -64,9 +64,9 @@ class SimBus(MemoryBus):
 
     def send(self, arrive: Callable[[], None], slow: bool = False) -> None:
         """Have a message arrive, after all that this process sent before."""
-        delay_s = self.world.way_s()
+        delay_s = self.world.way_s(self.process)
         if slow:
-            delay_s += self.world.dice("slow").expovariate(1 / SLOW_S)
+            delay_s += self.process.dice("slow").expovariate(1 / SLOW_S)
         self._arrived_s = max(self._arrived_s, self.world.loop.time() + delay_s)
         self.world.loop.call_at(self._arrived_s, arrive)
 
@@ -85,7 +85,7 @@ class SimBus(MemoryBus):
             self.world.kill(process)
         if fate == "lost_answer":
             result = _UNANSWERED
-        delay_s = PUBLISH_TIMEOUT_S if result is _UNANSWERED else self.world.way_s()
+        delay_s = PUBLISH_TIMEOUT_S if result is _UNANSWERED else self.world.way_s(process)
         loop.call_later(delay_s, self._answer, answer, result)
 
     def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
@@ -134,7 +134,7 @@ class SimBus(MemoryBus):
             if stream is LEASES:
                 self._expire_leases()
             newest = self._log(stream).newest(key)
-            if newest is None or not self.world.fate("stale_read"):
+            if newest is None or not self.world.fate(self.process, "stale_read"):
                 return newest
             self.world.count("a stale read")
             before_s = self.world.loop.time() - LAG_S
@@ -193,7 +193,7 @@ class SimBus(MemoryBus):
             entries = [entry for at in range(seq, log.last_seq + 1) if (entry := log.entries.get(at)) is not None]
             seq = max(seq, log.last_seq + 1)
             if entries:
-                await asyncio.sleep(self.world.way_s())
+                await asyncio.sleep(self.world.way_s(self.process))
                 await self._connected()
             for entry in entries:
                 yield entry
@@ -235,7 +235,7 @@ class _Delivery:
     async def _answer(self, what: str, effect: Callable[[], Any]) -> None:
         bus, world = self._bus, self._bus.world
         await bus.process.ready()
-        fate = world.fate("crash_before", "crash_after", "lost_ack")
+        fate = world.fate(bus.process, "crash_before", "crash_after", "lost_ack")
         if fate == "crash_before":
             world.kill(bus.process)
             await bus.process.ready()
@@ -300,7 +300,7 @@ class _Subscription:
 
     def _take(self, most: int) -> None:
         """At the server: give out what is there."""
-        world, queue = self._bus.world, self._queue
+        world, process, queue = self._bus.world, self._bus.process, self._queue
         taken: list[Delivery] = list(queue.take(most))
         if not taken:
             return
@@ -308,12 +308,12 @@ class _Subscription:
             world.note(f"gave {delivery.entry.stream.name} {delivery.entry.seq} time {delivery.deliveries}")
             if delivery.deliveries > 1:
                 world.count("a message was given out again")
-            if world.fate("duplicate"):
-                queue.delay(delivery.entry.seq, delivery.deliveries, world.dice("duplicate").uniform(0.0, 0.5))
-        if len(taken) > 1 and world.fate("reorder"):
-            world.dice("reorder").shuffle(taken)
+            if world.fate(process, "duplicate"):
+                queue.delay(delivery.entry.seq, delivery.deliveries, process.dice("again").uniform(0.0, 0.5))
+        if len(taken) > 1 and world.fate(process, "reorder"):
+            process.dice("order").shuffle(taken)
         self._asked += len(taken)
-        world.loop.call_later(world.way_s(), self._receive, taken)
+        world.loop.call_later(world.way_s(process), self._receive, taken)
 
     def _receive(self, taken: list[Delivery]) -> None:
         self._asked -= len(taken)

@@ -46,7 +46,7 @@ from ops.sim.fakes import (
 from ops.sim.loop import Deadlock
 from ops.sim.nemesis import Nemesis
 from ops.sim.network import SimBus
-from ops.sim.scenario import Scenario
+from ops.sim.scenario import Scenario, kind_of
 from ops.sim.world import RUN, Process, Violation, World
 from schemas import Control, UserError
 
@@ -128,6 +128,8 @@ class _Launcher:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.recipe = world.scenario  # as of the last start
+        self.starts = 0
         self.disk = Disk()
         self.checker = Checker(world, self.disk)
         world.on_stored = self.checker.stored
@@ -142,15 +144,17 @@ class _Launcher:
     async def run(self) -> None:
         """The whole run."""
         world = self.world
-        bus = MemoryBus(RUN, world.hub)
-        await bus.setup(world.scenario.ack_wait_s)
-        await bus.publish(Control(action="start", nonce="start"))
-        for spec in self.specs:
-            self.start(spec)
+        await MemoryBus(RUN, world.hub).setup(world.scenario.ack_wait_s)
+        await self._start()
         side = [world.loop.create_task(work) for work in self.nemesis.works()]
         try:
             async with asyncio.timeout(world.scenario.quiet_s + CALM_S):
                 await self._until_done()
+                if world.scenario.more_steps and not world.violations:
+                    world.note("the run is resumed for more steps")
+                    self.recipe = dataclasses.replace(self.recipe, steps=self.recipe.steps + world.scenario.more_steps)
+                    await self._start()
+                    await self._until_done()
         except TimeoutError:
             world.violate("I8", f"no end {CALM_S:.0f} s after the last fault; {self._state()}")
         finally:
@@ -163,6 +167,18 @@ class _Launcher:
         for process in list(self.alive):
             world.kill(process)
         await self._cancel_all()
+
+    async def _start(self) -> None:
+        """Start or resume the run. What its actors are told may have changed."""
+        later = self.world.scenario.later_max_staleness
+        if self.starts and later is not None:
+            self.recipe = dataclasses.replace(self.recipe, max_staleness=later)
+        self.starts += 1
+        self.checker.started(self.recipe)
+        await self.nemesis.published(Control(action="start", nonce=f"start-{self.starts}"))
+        self.draining = False
+        for spec in self.specs:
+            self.start(spec)
 
     async def _until_done(self) -> None:
         while not self.world.failed.is_set() and not (all(spec.done for spec in self.specs) and not self.alive):
@@ -223,10 +239,10 @@ class _Launcher:
     async def _main(self, spec: Spec, process: Process) -> bool:
         bus = SimBus(process)
         actors = [(role, name, self._actor(role, name, process, bus)) for role, name in spec.actors]
-        return await run_actors(bus, self.world.scenario.steps, actors, process.stop)
+        return await run_actors(bus, self.recipe.steps, actors, process.stop)
 
     def _actor(self, role: Role, name: str, process: Process, bus: SimBus) -> Actor:
-        scenario, disk = self.world.scenario, self.disk
+        scenario, disk = self.recipe, self.disk
         if role == "controller":
             config = ControllerConfig(
                 max_staleness=scenario.max_staleness,
@@ -293,14 +309,14 @@ class _Launcher:
                 spec.process = None
                 spec.done = done
                 if not done and not self.draining:
-                    restart_s = self.world.dice("restarts").expovariate(1 / self.world.scenario.restart_s)
+                    restart_s = process.dice("restart").expovariate(1 / self.world.scenario.restart_s)
                     self.world.later(restart_s, self.start, spec)
 
     def _judge(self, process: Process, error: BaseException | None) -> bool:
         """Whether the user must mend something before the run can go on. An error that is not due breaks a promise."""
         if error is None:
             return False
-        struck = {name.partition(":")[0] for name in self.world.struck}
+        struck = {kind_of(name) for name in self.world.struck}
         self.world.count(f"a process ended: {type(error).__name__}")
         mendable = as_user_error(error, Path("disk")) if isinstance(error, Exception) else None
         due = (
@@ -328,19 +344,16 @@ class _Launcher:
         for process in list(self.alive):
             process.stop.set()
         until_s = self.world.loop.time() + DRAIN_S
-        while any(spec.process for spec in self.specs):
+        while self.alive:
             if self.world.loop.time() > until_s:
-                for spec in self.specs:
-                    if spec.process:
-                        self.world.kill(spec.process)
+                for process in list(self.alive):
+                    self.world.kill(process)
             await asyncio.sleep(0.1)
         while self.world.hub.full:
             await asyncio.sleep(0.1)
         await asyncio.sleep(self.world.dice("restarts").uniform(0.0, 2.0))
-        self.draining = False
         self.world.note("the run is resumed")
-        for spec in self.specs:
-            self.start(spec)
+        await self._start()
 
 
 def _layout(scenario: Scenario) -> list[tuple[str, tuple[tuple[Role, str], ...]]]:

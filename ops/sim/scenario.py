@@ -56,13 +56,16 @@ class Scenario:
     """One run: the recipe, the machines, what strikes.
 
     Times are virtual seconds, means of exponential draws where the world needs many. From `quiet_s` on nothing strikes
-    any more. `faults` maps kinds to rates (see `TIMED`, `AT_CALL`). `only` names the single faults that may strike,
-    `"<kind>:<n-th of its kind>"`; None lets all.
+    any more. `faults` maps kinds to rates (see `TIMED`, `AT_CALL`). `only` names the single faults that may strike: as
+    `"kill:3"`, the third of its kind, or `"lost_ack@rollout-0#2:1"`, the first in the second life of a process; None
+    lets all.
     """
 
     seed: int
     steps: int = 4
+    more_steps: int = 0  # for which the finished run is resumed
     max_staleness: int = 1
+    later_max_staleness: int | None = None  # from the first time on that the run is resumed
     batch_groups: int = 2
     group_size: int = 2
     on_stale: OnStale = "mask"
@@ -122,10 +125,15 @@ class Scenario:
         return scenario
 
 
+def kind_of(fault: str) -> str:
+    """`kind_of("lost_ack@rollout-0#2:1") == "lost_ack"`."""
+    return fault.partition(":")[0].partition("@")[0]
+
+
 class Dice:
     """Random streams by name, all from one seed: what one part of the world draws does not shift another's."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._seed = seed
         self._streams: dict[str, random.Random] = {}
 
@@ -136,6 +144,10 @@ class Dice:
             stream = self._streams[name] = random.Random(f"{self._seed}/{name}")
         return stream
 
+    def of(self, part: str) -> Dice:
+        """Streams of a part of the world's own."""
+        return Dice(f"{self._seed}/{part}")
+
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
@@ -145,7 +157,9 @@ def draw(seed: int) -> Scenario:
     return Scenario(
         seed=seed,
         steps=recipe.randint(3, 8),
+        more_steps=recipe.choice((0, 0, 0, 1, 2)),
         max_staleness=recipe.choice((0, 0, 1, 1, 2, 3, 4, 8)),
+        later_max_staleness=recipe.choice((None, None, 0, 1, 4)),
         batch_groups=recipe.randint(1, 4),
         group_size=group_size,
         on_stale=recipe.choice(get_args(OnStale)),
@@ -180,13 +194,20 @@ def draw(seed: int) -> Scenario:
     )
 
 
+_CRASHES: Final = (0.0005, 0.0015, 0.005, 0.015)  # at every call; more, and nothing ever begins
+_RATES: Final[dict[str, tuple[float, ...]]] = {
+    "crash_before": _CRASHES,
+    "crash_after": _CRASHES,
+    "crash_at_disk": (0.01, 0.03, 0.1),
+    "reward_fails": (0.03, 0.3, 0.95),
+}
+
+
 def _draw_faults(dice: random.Random) -> dict[str, float]:
     share = dice.choice((0.0, 0.15, 0.3, 0.5))  # of the kinds that are in at all
     out = {}
     for kind in FAULTS:
-        rate = dice.choice((0.05, 0.2, 0.6) if kind in TIMED else (0.01, 0.03, 0.1, 0.3))
-        if kind.startswith("crash"):
-            rate /= 20  # at every call; more, and nothing ever begins
+        rate = dice.choice(_RATES.get(kind, (0.05, 0.2, 0.6) if kind in TIMED else (0.01, 0.03, 0.1, 0.3)))
         if dice.random() < share:
             out[kind] = rate
     return out

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ops.sim.run import Outcome, simulate
-from ops.sim.scenario import Scenario
+from ops.sim.scenario import Scenario, kind_of
 
 SHRINK_S: Final = 120.0  # real seconds spent on one scenario
 # What a smaller run may have instead, the smallest first.
@@ -21,6 +21,8 @@ SMALLER: Final[dict[str, tuple[Any, ...]]] = {
     "controllers": (1,),
     "workers": (1, 2),
     "rewarders": (1,),
+    "more_steps": (0,),
+    "later_max_staleness": (None,),
     "steps": (1, 2, 3, 4),
     "batch_groups": (1, 2),
     "group_size": (1, 2),
@@ -91,6 +93,8 @@ class _Shrinker:
 
     def _fewer_faults(self) -> None:
         """Delta debugging over the faults that struck: leave out ever smaller parts of them."""
+        for kind in sorted({kind_of(fault) for fault in self.best.scenario.only or ()}):
+            self._fails(only=tuple(fault for fault in self.best.scenario.only or () if kind_of(fault) != kind))
         parts = 1
         while (faults := self.best.scenario.only) and parts <= len(faults):
             if any(self._fails(only=rest) for rest in _without_a_part(faults, parts)):
@@ -110,7 +114,7 @@ class _Shrinker:
 
     def _fewer_kinds(self) -> None:
         """Kinds of which none is left to strike; without them the others draw differently, so it may fail to fail."""
-        used = {name.partition(":")[0] for name in self.best.scenario.only or ()}
+        used = {kind_of(fault) for fault in self.best.scenario.only or ()}
         kept = {kind: rate for kind, rate in self.best.scenario.faults.items() if kind in used}
         if kept != self.best.scenario.faults and not self._fails(faults=kept):
             for kind in list(self.best.scenario.faults.keys() - used):

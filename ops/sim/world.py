@@ -52,6 +52,7 @@ class Process:
         self.name = name
         self.number = number
         self.label = f"{name}#{number}"
+        self.dice = world.dice.of(self.label)
         self.dead = False
         self.stopped = False
         self.cut_until_s = 0.0  # reaches the log again then
@@ -101,7 +102,7 @@ class ProcessClock:
     """A process's clock: its wall clock is set apart from the others', and may be set again; see `actors.clock`."""
 
     def __init__(self, process: Process) -> None:
-        dice = process.world.dice("clocks")
+        dice = process.dice("clock")
         self._process = process
         self._started_s = dice.uniform(0.0, 1e6)
         self.skew_s = dice.gauss(0.0, 5.0)
@@ -156,11 +157,11 @@ class _Loop(VirtualLoop):
             raise Killed
         world, future = self._world, self.create_future()
         wrapped = getattr(func, "args", (None,))[0]  # `asyncio.to_thread` passes partial(context.run, the function)
-        before_s, after_s = world.thread_s(getattr(wrapped, "__name__", ""))
+        before_s, after_s = world.thread_s(process, getattr(wrapped, "__name__", ""))
 
         def call() -> None:
-            fate = world.fate("crash_at_disk")
-            if fate and world.dice("disk").random() < 0.5:
+            fate = world.fate(process, "crash_at_disk")
+            if fate and process.dice("crash_at_disk").random() < 0.5:
                 world.kill(process)
                 return
             result, error = None, None
@@ -248,20 +249,20 @@ class World:
         """Whether faults have ended."""
         return self.loop.time() >= self.scenario.quiet_s
 
-    def fate(self, *kinds: str) -> str:
-        """Which of these faults strikes at this point; mostly none, ''. At most one does."""
+    def fate(self, process: Process, *kinds: str) -> str:
+        """Which of these faults strikes a process at this point; mostly none, ''. At most one does."""
         rates = self._rates
         if not any(kind in rates for kind in kinds) or self.quiet:
             return ""
-        left = self.dice(f"fault/{kinds[0]}").random()
+        left = process.dice(kinds[0]).random()
         for kind in kinds:
             left -= rates.get(kind, 0.0)
             if left < 0:
-                return kind if self.strikes(kind) else ""
+                return kind if self.strikes(f"{kind}@{process.label}") else ""
         return ""
 
     def strikes(self, kind: str) -> bool:
-        """Whether the next fault of this kind may strike; each has a number, so that a shrunk run can leave it out."""
+        """Whether the next fault of this kind may strike: each has a name, so that a shrunk run can leave it out."""
         self._drawn[kind] += 1
         name = f"{kind}:{self._drawn[kind]}"
         if self._only is not None and name not in self._only:
@@ -291,14 +292,14 @@ class World:
         """Whether this process is connected to the log."""
         return self.loop.time() >= max(process.cut_until_s, self.server_down_until_s)
 
-    def way_s(self) -> float:
-        """How long a message is on its way."""
-        return self.dice("network").expovariate(1.0 / self.scenario.network_s)
+    def way_s(self, process: Process) -> float:
+        """How long a message of or to a process is on its way."""
+        return process.dice("network").expovariate(1.0 / self.scenario.network_s)
 
-    def thread_s(self, name: str) -> tuple[float, float]:
+    def thread_s(self, process: Process, name: str) -> tuple[float, float]:
         """How long a call in a thread takes before and after its effect; a training step takes longer."""
-        dice, scenario = self.dice("disk"), self.scenario
+        dice, scenario = process.dice("disk"), self.scenario
         mean_s = scenario.train_s if name == "step" else scenario.disk_s
-        if self.fate("slow_disk"):
+        if self.fate(process, "slow_disk"):
             mean_s *= 50
         return dice.expovariate(2.0 / mean_s), dice.expovariate(2.0 / mean_s)

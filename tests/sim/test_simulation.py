@@ -12,7 +12,7 @@ import pytest
 from ops.sim.command import read_regressions
 from ops.sim.repeat import digest_of, digests
 from ops.sim.run import Outcome, simulate
-from ops.sim.scenario import FAULTS, Scenario, draw
+from ops.sim.scenario import FAULTS, Scenario, draw, kind_of
 
 SEEDS = range(40)
 REGRESSIONS = read_regressions(Path(__file__).with_name("regressions.txt"))
@@ -53,7 +53,7 @@ def test_the_seeds_are_not_idle() -> None:
         "the run was drained and resumed",
     ):
         assert reached[situation], situation
-    struck = {name.partition(":")[0] for seed in SEEDS for name in outcome_of(seed).struck}
+    struck = {kind_of(name) for seed in SEEDS for name in outcome_of(seed).struck}
     assert struck == set(FAULTS)
 
 
