@@ -137,6 +137,16 @@ class TrainerConfig(Config):
                 "advantage.function with a critic: the function takes the place of the GAE, and the critic would "
                 "never be asked => Remove one of the two."
             )
+        if self.advantage.function is not None and self.kl.coef and self.kl.place == "reward":
+            yield (
+                "advantage.function with kl.place reward: the function takes the place of the rewards of tokens, and "
+                "the penalty would be lost => Set kl.place to loss, or let the function see to it."
+            )
+        if self.advantage.function is not None and self.unfinished == "no_reward":
+            yield (
+                "advantage.function with unfinished no_reward: the function takes the place of the normalised rewards "
+                "=> Set unfinished to mask or train; the function sees each sample's finish."
+            )
 
 
 class SftConfig(Config):

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def second_moment_mask(proximal: Tensor, behaviour: Tensor, threshold: float) -> Tensor:
-    """Which tokens to keep, bool [N], of the N trained tokens of an optimizer mini-batch.
+    """Which tokens to keep, bool [n], of the n trained tokens of a whole optimizer mini-batch.
+
+    Tokens of samples without a gradient are not among them: they would dilute the mean and teach nothing.
 
     The fewest tokens of largest (behav − prox)² are masked, such that the mean of the rest is below `threshold`; if
     not even the smallest is, all are. Of equal ones those that come first are kept. The caller's denominator still

@@ -87,7 +87,7 @@ class NaiveLearner:
     def _loss(self, step, made, advantages, prox, ref):
         c = self.config
         N, S = sum(int(s.loss_mask.sum()) for s in made), len(made)
-        keep = self._second_moment(made, prox)
+        keep = self._second_moment(made, advantages, prox)
         total = 0.0
         for s, advantage in zip(made, advantages, strict=True):
             distribution = alone(self.model, s)[torch.from_numpy(s.loss_mask)]
@@ -111,13 +111,14 @@ class NaiveLearner:
             total = total + weight[c.aggregation] * per_token.sum()
         return total
 
-    def _second_moment(self, made, prox):
+    def _second_moment(self, made, advantages, prox):
         out = {s.sample_id: torch.ones(int(s.loss_mask.sum())) for s in made}
         if self.config.m2po_threshold is None:
             return out
         squares = {
             (s.sample_id, t): float(d**2)
-            for s in made
+            for s, advantage in zip(made, advantages, strict=True)
+            if advantage.any()
             for t, d in enumerate(torch.from_numpy(s.behaviour_logprobs[s.loss_mask]) - prox[s.sample_id])
         }
         rest = dict(squares)

@@ -90,6 +90,10 @@ def test_a_step_is_that_of_the_plain_loop(name):
     config = TrainerConfig(**(SETTING | OPTIONS[name]))
     model = qwen3(num_hidden_layers=1)
     made = near(model, samples(groups=3, size=4, seed=3, longest=12))
+    made += [
+        replace(s, sample_id=f"even-{s.sample_id}", group_id=99, reward=1.0, token_rewards=None, finish="stop")
+        for s in made[:3]
+    ]  # without a difference: they count in N, and may have no gradient
     learner, twin = Learner(copy.deepcopy(model), config, max_new_tokens=20), NaiveLearner(model, config)
     metrics = learner.step(7, made)
     twin.step(7, made)
