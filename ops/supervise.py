@@ -58,6 +58,8 @@ def fork_server(heavy: bool = True) -> multiprocessing.context.BaseContext:
 def _child(target: Callable[..., None], args: tuple[object, ...], output: Path) -> None:
     """What a forked child does first: die with its launcher, leave the terminal alone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # of the fork server
+    if b"forkserver" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():  # it died before that
+        os.kill(os.getpid(), signal.SIGKILL)
     # The fork server outlives a killed launcher as long as it has children, so they watch the launcher themselves.
     threading.Thread(target=_die_with_launcher, name="watches the launcher", daemon=True).start()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ class Supervisor:
             child.stillborn += 1
             if child.stillborn >= FAILURES_MAX:
                 raise UserError(
-                    f"{spec.name} cannot be started: {error!r}.", "Is there enough memory, and room for processes?"
+                    f"{spec.name} cannot be started: {error!r}.", "Is there enough memory and disk for it?"
                 ) from error
             child.restart_at_s = time.monotonic() + KILLED_BACKOFF_S * child.stillborn
             return
@@ -155,7 +157,7 @@ class Supervisor:
         for name, pid in self.pids.items():
             if process == f"{self._host}:{pid}":
                 child = self._children[name]
-                child.silent_s, child.beaten = 0.0, True
+                child.silent_s, child.beaten, child.stillborn = 0.0, True, 0
 
     def watch_for_hung(self) -> None:
         """Kill processes that are silent for too long. Silence counts only while our own beats come back to us.
