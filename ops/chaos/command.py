@@ -35,6 +35,7 @@ CHANGES = (
     "steps=120",
 )
 LOOK_S = 0.05
+TELL_EVERY = 10  # faults
 STALLED_S = 120.0  # a run that does nothing for so long, though nobody hits it, will not end
 
 
@@ -128,6 +129,8 @@ async def _harry(target: Target, dice: Dice, faults: list[Fault], kills_max: int
         fault = await target.strike(strike.kind, victim, victims[victim], strike.stop_s)
         if fault is not None:
             faults.append(fault)
+            if len(faults) % TELL_EVERY == 0:
+                say(f"  {len(faults)} faults in {target.folder.name}")
             strike = dice.draw()
             due_s = time.monotonic() + strike.gap_s
     dice.put_back(strike)
