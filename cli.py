@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
+from cli_options import AsJson, LogTarget, NatsUrl, RunName, finish
+from cli_replay import diff, replay, trace
 
 app = typer.Typer(
     name="rollstream",
@@ -27,11 +27,6 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure. Each benchmark is one command and prints a table.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-replay = typer.Typer(
-    help="Feed a recorded log back: into a trainer, into the reward function, or into a fresh bus.",
-    no_args_is_help=True,
-)
-app.add_typer(replay, name="replay")
 
 RecipePath = Annotated[Path, typer.Argument(help="A recipe: a YAML file, such as recipes/running_total.yaml.")]
 Overrides = Annotated[
@@ -39,20 +34,9 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]", help="Changes to the recipe, such as trainer.lr=1e-4 steps=20."),
 ]
 RunDir = Annotated[Path | None, typer.Option("--dir", help="The run's folder; by default runs/NAME-TIMESTAMP.")]
-NatsUrl = Annotated[str | None, typer.Option("--nats", help="An existing NATS server, nats://user:password@host:port.")]
-RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name on that server.")]
 RunTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
 ]
-LogTarget = Annotated[
-    str | None, typer.Argument(metavar="[RUN_OR_FILE]", help="A run, or a recording's file; by default the newest run.")
-]
-LogAndOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RUN_OR_FILE] [KEY=VALUE]", help="A run or a recording, and changes to its recipe."),
-]
-FromStep = Annotated[int, typer.Option("--from", min=0, metavar="STEP", help="The first step.")]
-ToStep = Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The first step that is left out.")]
 WarmModel = Annotated[
     Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
 ]
@@ -60,7 +44,6 @@ ReportFile = Annotated[Path | None, typer.Option("--out", help="A file for the t
 BenchDir = Annotated[
     Path | None, typer.Option("--dir", help="Keep the runs in this new folder; by default they are removed.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")]
 
 
 @app.command()
@@ -94,7 +77,7 @@ def run(
         folder = newest_folder(resolved.name) if resume else new_folder(resolved.name)
     from ops import launch
 
-    _finish(launch.run(resolved, folder, resume=resume, nats=nats, plain=plain))
+    finish(launch.run(resolved, folder, resume=resume, nats=nats, plain=plain))
 
 
 @app.command()
@@ -122,7 +105,7 @@ def up(
     from ops import launch
 
     folder = find_folder(run_folder) if nats is None else None
-    _finish(launch.up(role, run_name, nats, folder, count))
+    finish(launch.up(role, run_name, nats, folder, count))
 
 
 @app.command()
@@ -138,7 +121,7 @@ def status(target: RunTarget = None, as_json: AsJson = False, nats: NatsUrl = No
     from ops.logging import configure
 
     configure()
-    _finish(command.main(target, as_json, nats, run_name))
+    finish(command.main(target, as_json, nats, run_name))
 
 
 @app.command()
@@ -159,7 +142,7 @@ def record(
     """
     from ops import record as command
 
-    _finish(command.main(target, out, model))
+    finish(command.main(target, out, model))
 
 
 @app.command()
@@ -181,138 +164,12 @@ def audit(
     from ops.logging import configure
 
     configure(console=False)
-    _finish(command.main(target, as_json, again))
+    finish(command.main(target, as_json, again))
 
 
-@replay.command("trainer")
-def replay_trainer(
-    arguments: LogAndOverrides = None,
-    start: FromStep = 0,
-    stop: ToStep = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="A new folder for curves and model; with changes replays/TIME.")
-    ] = None,
-    rescore: Annotated[bool, typer.Option("--rescore", help="Ask the reward function again.")] = False,
-) -> None:
-    """Train on the recorded batches again; neither an engine nor the reward function is needed.
-
-    As recorded, every weight version must be bit-identical, else the first that differs is named and the status is 1.
-    With changes both curves are told, step by step; the data stay those of the recorded policy.
-
-    ```
-    rollstream replay trainer runs/running-total-20250101-120000
-    rollstream replay trainer bug.rollstream trainer.loss=ppo --from 412
-    rollstream replay trainer bug.rollstream trainer.advantage.std=none controller.max_staleness=1
-    rollstream replay trainer bug.rollstream reward.function=mended.py:score --rescore
-    ```
-    """
-    from ops.logging import configure
-    from ops.replay import into_trainer
-    from ops.replay.changes import split_arguments
-
-    configure(console=False)
-    _finish(into_trainer.main(*split_arguments(arguments or []), start, stop, out, rescore))
-
-
-@replay.command("reward")
-def replay_reward(
-    arguments: LogAndOverrides = None,
-    out: Annotated[Path | None, typer.Option("--out", help="A file for all verdicts, old and new, as JSONL.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit status 1 if a verdict changed.")] = False,
-) -> None:
-    """Score every recorded answer again, and list every verdict that changed.
-
-    ```
-    rollstream replay reward runs/running-total-20250101-120000
-    rollstream replay reward bug.rollstream reward.function=mended.py:score --out verdicts.jsonl
-    ```
-    """
-    from ops.logging import configure
-    from ops.replay import into_reward
-    from ops.replay.changes import split_arguments
-
-    configure(console=False)
-    _finish(into_reward.main(*split_arguments(arguments or []), out, check))
-
-
-@replay.command("bus")
-def replay_bus(
-    target: LogTarget = None,
-    folder: Annotated[
-        Path | None, typer.Option("--dir", help="The fresh run's folder; by default runs/NAME-replay-TIME.")
-    ] = None,
-    nats: NatsUrl = None,
-    run_name: RunName = None,
-    speed: Annotated[str, typer.Option("--speed", help="Times as fast as recorded, or max.")] = "max",
-    start: Annotated[int, typer.Option("--from", min=0, metavar="STEP", help="What is before comes at once.")] = 0,
-    stop: ToStep = None,
-    streams: Annotated[
-        str | None, typer.Option("--streams", help="Some only, such as control,prompts,weights.")
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Keep the server up until Ctrl-C, for actors to join.")
-    ] = False,
-) -> None:
-    """Lay a log down in a fresh run: the same bytes at the same sequences, at any pace, up to any step.
-
-    Without --nats on a private server in the new run's folder. To meet a bug again, let real actors go on from there:
-
-    ```
-    rollstream replay bus bug.rollstream --to 412 --dir runs/at-412
-    rollstream run my.yaml --resume --dir runs/at-412
-    rollstream replay bus bug.rollstream --streams control,prompts,rollouts,weights --speed 2 --serve
-    ```
-    """
-    from ops.logging import configure
-    from ops.replay import into_bus
-
-    configure(console=False)
-    _finish(into_bus.main(target, folder, nats, run_name, speed, start, stop, streams, serve))
-
-
-@app.command()
-def trace(
-    wanted: Annotated[str, typer.Argument(metavar="ID", help="12-3: a sample; 12: its group; step:7: a step's.")],
-    target: LogTarget = None,
-    as_json: AsJson = False,
-) -> None:
-    """Tell one sample's life: prompt, worker, each token by the weights that made it, reward, advantage, step.
-
-    ```
-    rollstream trace 12-3
-    rollstream trace step:7 bug.rollstream
-    rollstream trace 12-3 runs/running-total-20250101-120000 --json
-    ```
-    """
-    from ops import trace as command
-    from ops.logging import configure
-
-    configure(console=False)
-    _finish(command.main(wanted, target, as_json))
-
-
-@app.command()
-def diff(
-    target: LogTarget = None,
-    start: FromStep = 0,
-    stop: ToStep = None,
-    worst: Annotated[int, typer.Option("--worst", min=0, max=10_000, help="The worst tokens to tell.")] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """Compare the engine's log-probabilities with the trainer's, token by token, under the weights that made each.
-
-    Exit status 1 if they differ by more than their number formats explain.
-
-    ```
-    rollstream diff
-    rollstream diff bug.rollstream --from 400 --to 412 --worst 50
-    ```
-    """
-    from ops import diff as command
-    from ops.logging import configure
-
-    configure(console=False)
-    _finish(command.main(target, start, stop, worst, as_json))
+app.add_typer(replay, name="replay")
+app.command()(trace)
+app.command()(diff)
 
 
 @app.command("eval")
@@ -346,7 +203,7 @@ def evaluate(
         print(json.dumps(result.to_json()) if as_json else text + failed)
         return 0
 
-    _finish(told())
+    finish(told())
 
 
 @bench.command("async")
@@ -366,7 +223,7 @@ def bench_async(
     """
     from ops import bench as command
 
-    _finish(command.bench_async(steps, slow_steps, warm, out, folder))
+    finish(command.bench_async(steps, slow_steps, warm, out, folder))
 
 
 @bench.command("cost")
@@ -387,7 +244,7 @@ def bench_cost(
     """
     from ops import bench_cost as command
 
-    _finish(command.bench_cost(steps, warm, out, folder))
+    finish(command.bench_cost(steps, warm, out, folder))
 
 
 @app.command()
@@ -419,7 +276,7 @@ def chaos(
     from ops.chaos.command import chaos as hunt
 
     changes = tuple(overrides or ())
-    _finish(hunt(Hunt(recipe, changes, kills, seed, kinds_of(kinds or ()), int(nodes), out, folder)))
+    finish(hunt(Hunt(recipe, changes, kills, seed, kinds_of(kinds or ()), int(nodes), out, folder)))
 
 
 @app.command()
@@ -472,7 +329,7 @@ def plan(
         recipe, tuple(overrides or ()), devices, hardware, lengths, run, staleness, split, batch, growth,
         uninformative, seed, as_json, image,
     )  # fmt: skip
-    _finish(command.main(asked))
+    finish(command.main(asked))
 
 
 @app.command()
@@ -588,19 +445,6 @@ def main() -> None:
         if error.remedy:
             print(f"  {error.remedy}", file=sys.stderr)
         sys.exit(2)
-
-
-def _finish(work: Coroutine[Any, Any, int]) -> None:
-    """Run a command's coroutine, on uvloop where there is one, and exit with the status that it returns."""
-    import asyncio
-
-    try:
-        import uvloop
-    except ImportError:
-        status = asyncio.run(work)
-    else:
-        status = uvloop.run(work)
-    raise typer.Exit(status)
 
 
 if __name__ == "__main__":
