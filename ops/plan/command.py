@@ -20,6 +20,7 @@ from ops.plan.measured import Measured, measure_run
 from ops.plan.outcome import simulate
 from ops.plan.report import plot, render, share
 from ops.plan.search import Plan, Progress, make_plan, with_bound
+from ops.plan.speeds import Speeds
 from ops.recipe import Recipe, load_recipe
 from schemas import UserError
 
@@ -67,7 +68,7 @@ async def main(asked: Asked) -> int:
     hardware = _hardware(asked, measured)
 
     def plan_for(workload: Workload, progress: Progress) -> Plan:
-        speeds = hardware.speeds_for(workload.lengths)
+        speeds = with_slots(hardware.speeds_for(workload.lengths), recipe)
         return make_plan(speeds, workload, asked.devices, bounds, reference, split, asked.seed, progress)
 
     with _telling() as progress:
@@ -139,6 +140,13 @@ def _workload(recipe: Recipe | None, lengths: Lengths, batch: str | None, uninfo
             "Give the share of prompts that are always or never solved, below 1.",
         )
     return Workload(lengths, config, uninformative, recipe.rollout.on_update if recipe else "recompute")
+
+
+def with_slots(speeds: Speeds, recipe: Recipe | None) -> Speeds:
+    """No more slots than the recipe asks for, if it says how many."""
+    if recipe is None or "slots" not in recipe.rollout.model_fields_set:
+        return speeds
+    return speeds.model_copy(update={"slots": min(speeds.slots, recipe.rollout.slots)})
 
 
 def parse_pair(text: str, sign: str, option: str, example: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.table import ROLLOUTS, SCORED, STEPS
-from ops.log_source import open_log
+from ops.log_source import LogSource, open_log
 from ops.plan.hardware import Hardware
 from ops.plan.lengths import Lengths, observed
 from ops.recipe import Recipe
@@ -47,34 +47,39 @@ class Life:
 
 
 async def measure_run(target: str) -> Measured:
-    """Read a run's log, or a recording. The first half is left out: then it starts, and the pipeline fills.
+    """Read a run's log, or a recording; see `measure`. Raises `UserError` if there is no such run."""
+    async with open_log(target) as source:
+        return await measure(source)
+
+
+async def measure(source: LogSource) -> Measured:
+    """The second half of a log counts: in the first the run starts, and the pipeline fills.
 
     Raises:
-        UserError: there is no such run, or too little of it.
+        UserError: there is too little of it.
     """
     lives: list[Life] = []
     prompts: list[int] = []
     rewards: list[float] = []
     steps: list[StepDone] = []
-    async with open_log(target) as source:
-        recipe = Recipe.from_yaml(source.recipe_yaml) if source.recipe_yaml else None
-        for stream in (ROLLOUTS, SCORED, STEPS):
-            async for entry in source.read(stream):
-                try:
-                    message = entry.message()
-                except MalformedMessage:
-                    continue
-                if isinstance(message, Rollout) and not message.resumed and len(message.tokens):
-                    end_s = entry.time_s
-                    lives.append(Life(message.worker, end_s - message.seconds, end_s, len(message.tokens)))
-                    prompts.append(len(message.prompt_tokens))
-                elif isinstance(message, Scored):
-                    rewards.append(message.seconds)
-                elif isinstance(message, StepDone):
-                    steps.append(message)
+    recipe = Recipe.from_yaml(source.recipe_yaml) if source.recipe_yaml else None
+    for stream in (ROLLOUTS, SCORED, STEPS):
+        async for entry in source.read(stream):
+            try:
+                message = entry.message()
+            except MalformedMessage:
+                continue
+            if isinstance(message, Rollout) and not message.resumed and len(message.tokens):
+                end_s = entry.time_s
+                lives.append(Life(message.worker, end_s - message.seconds, end_s, len(message.tokens)))
+                prompts.append(len(message.prompt_tokens))
+            elif isinstance(message, Scored):
+                rewards.append(message.seconds)
+            elif isinstance(message, StepDone):
+                steps.append(message)
     if len(lives) < SAMPLES_MIN or len(steps) < STEPS_MIN:
         raise UserError(
-            f"The run {target} holds {len(lives)} rollouts and {len(steps)} steps: too little to measure speeds.",
+            f"The run {source.run} holds {len(lives)} rollouts and {len(steps)} steps: too little to measure speeds.",
             f"Let it train for at least {STEPS_MIN} steps.",
         )
     lives, prompts = lives[len(lives) // 2 :], prompts[len(prompts) // 2 :]
@@ -96,7 +101,7 @@ async def measure_run(target: str) -> Measured:
         "reward_s": float(np.mean(rewards)) if rewards else 0.0,
         "reward_parallel": float(recipe.reward.workers * recipe.reward.children if recipe else 1024),
     }
-    return Measured(lengths, Hardware(note=f"measured in {target}", speeds=speeds), recipe)
+    return Measured(lengths, Hardware(note=f"measured in {source.run}", speeds=speeds), recipe)
 
 
 def step_line(lives: Sequence[Life]) -> tuple[float, float]:

@@ -198,16 +198,26 @@ class TwinRest:
 
 
 def run_twin(
-    speeds: Speeds, workload: Workload, engines: int, train_devices: int, steps: int, seed: int = 0
+    speeds: Speeds,
+    workload: Workload,
+    engines: int,
+    train_devices: int,
+    steps: int,
+    seed: int = 0,
+    hub: MemoryHub | None = None,
 ) -> list[tuple[float, Counter[int], int]]:
-    """(virtual time at which it ended, trained tokens by age, masked tokens) of the first `steps` steps."""
+    """(virtual time at which it ended, trained tokens by age, masked tokens) of the first `steps` steps.
+
+    Its log, run `twin`, stays in `hub`.
+    """
+    hub = hub or MemoryHub()
     loop = TwinLoop()
     rest = TwinRest(speeds, workload, seed, train_devices, loop)
     planned = steps + workload.controller.max_staleness + 2
 
     def run() -> list[tuple[float, Counter[int], int]]:
         clock.use(LoopClock(loop))
-        return run_virtual(_run(speeds, workload, engines, steps, planned, seed, rest, loop), loop)[0]
+        return run_virtual(_run(speeds, workload, engines, steps, planned, seed, rest, loop, hub), loop)[0]
 
     return copy_context().run(run)
 
@@ -221,9 +231,8 @@ async def _run(
     seed: int,
     rest: TwinRest,
     loop: TwinLoop,
+    hub: MemoryHub,
 ) -> list[tuple[float, Counter[int], int]]:
-    hub = MemoryHub()
-
     def bus() -> MemoryBus:
         return MemoryBus("twin", hub)
 
