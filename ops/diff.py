@@ -130,7 +130,7 @@ def _made_by(version: int, rollout: Rollout) -> np.ndarray[Any, np.dtype[np.bool
 async def main(
     target: str | None, start: int, stop: int | None, worst: int, as_json: bool, out: Console | None = None
 ) -> int:
-    """Compare and tell; 0 if engine and trainer are consistent, else 1.
+    """Compare and tell; 0 if engine and trainer are consistent, else 1; 130 after Ctrl-C.
 
     Raises:
         UserError: the log cannot be read, or its weights cannot be had.
@@ -141,22 +141,29 @@ async def main(
         source = await stack.enter_async_context(open_log(target))
         initial = initial_model_of(source, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "initial")
         history = await read_history(source)
-        mismatch, how = await diff_log(source, history, initial, start, stop, worst)
+        mismatch, how, whole = await diff_log(source, history, initial, start, stop, worst)
         verdict = judge(mismatch.all, history.recipe)
         if as_json:
-            print(_json(source.run, mismatch, verdict, how))
+            print(_json(source.run, mismatch, verdict, how, whole))
         else:
             seconds = time.monotonic() - began
             _tell(source.run, mismatch, verdict, HfTokenizer(str(initial)), console, f"{how}, {seconds:.1f} s")
             for sentence in source.damage:
                 console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
+            if not whole:
+                console.print("stopped before the end: later versions were not compared", style="yellow")
+    if not whole:
+        return 130
     return 0 if verdict.consistent else 1
 
 
 async def diff_log(
     source: LogSource, history: History, initial: Path, start: int, stop: int | None, worst: int
-) -> tuple[Mismatch, str]:
-    """Compare the samples trained in the steps `start <= step < stop`; also says where the weights came from."""
+) -> tuple[Mismatch, str, bool]:
+    """Compare the samples trained in the steps `start <= step < stop`.
+
+    Also says where the weights came from, and whether all was compared, or Ctrl-C came before.
+    """
     start, stop = check_range(history, start, stop)
     wanted = await _wanted(source, start, stop)
     if not wanted:
@@ -170,9 +177,8 @@ async def diff_log(
             await _compare_kept(kept, comparer, history, initial, stopped, progress)
         else:
             await _compare_replayed(source, history, initial, min(wanted), newest, comparer, stopped, progress)
-    if stopped.is_set():
-        raise UserError("Stopped before the end.", "Ask for fewer steps with --from and --to.")
-    return mismatch, "weights: the kept files" if kept is not None else "weights: trained again from the log"
+    how = "weights: the kept files" if kept is not None else "weights: trained again from the log"
+    return mismatch, how, not stopped.is_set()
 
 
 async def _wanted(source: LogSource, start: int, stop: int) -> dict[int, list[int]]:
@@ -266,7 +272,7 @@ async def _compare_replayed(
 # ---- telling
 
 
-def _json(run: str, mismatch: Mismatch, verdict: Verdict, how: str) -> str:
+def _json(run: str, mismatch: Mismatch, verdict: Verdict, how: str, whole: bool) -> str:
     return json.dumps(
         {
             "run": run,
@@ -274,6 +280,7 @@ def _json(run: str, mismatch: Mismatch, verdict: Verdict, how: str) -> str:
             "verdict": verdict.sentence,
             "tolerance": dataclasses.asdict(verdict.tolerance),
             "how": how,
+            "whole": whole,
             "samples": len(mismatch.samples),
             **mismatch.all.to_dict(),
             "quantiles": {f"{share:g}": value for share, value in mismatch.quantiles().items()},

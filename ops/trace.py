@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from ops.log_source import LogSource, initial_model_of, open_log
 from ops.replay.console import open_console
 from ops.replay.history import History, read_history
 from ops.text import HfTokenizer
-from ops.trace_view import print_life, print_lives
+from ops.trace_view import Decoder, print_life, print_lives
 from schemas import Batch, Prompt, UserError, parse_sample_id, sample_id
 
 Target: TypeAlias = tuple[Literal["sample"], Sample] | tuple[Literal["group", "step"], int]
@@ -35,8 +36,7 @@ async def main(wanted: str, target: str | None, as_json: bool) -> int:
         source = await stack.enter_async_context(open_log(target))
         history = await read_history(source)
         lives = await lives_of(source, history, asked)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "initial"
-        tokenizer = HfTokenizer(str(initial_model_of(source, folder)))
+        tokenizer = _decoder_of(source, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "initial")
         if as_json:
             told = [to_json(life, tokenizer) for life in lives]
             print(json.dumps(told[0] if asked[0] == "sample" else told, indent=1))
@@ -46,9 +46,30 @@ async def main(wanted: str, target: str | None, as_json: bool) -> int:
             print_life(lives[0], tokenizer, console)
         else:
             print_lives(f"{asked[0]} {asked[1]}", lives, tokenizer, console)
+        if isinstance(tokenizer, Ids):
+            console.print(f"tokens are told by their ids: {tokenizer.reason}", style="yellow", markup=False)
         for sentence in source.damage:
             console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
     return 0
+
+
+class Ids:
+    """Token ids in place of texts, for a recording without a model; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """`[" 17", " 4"]`."""
+        return [f" {token}" for token in tokens]
+
+
+def _decoder_of(source: LogSource, folder: Path) -> Decoder:
+    try:
+        initial = initial_model_of(source, folder)
+    except UserError as error:
+        return Ids(error.message)
+    return HfTokenizer(str(initial))
 
 
 def parse_target(text: str) -> Target:
@@ -111,7 +132,7 @@ async def _unknown(source: LogSource, asked: Target, size: int) -> UserError:
     return UserError(f"There is no group {asked[1]}.", known)
 
 
-def to_json(life: Life, tokenizer: HfTokenizer) -> dict[str, Any]:
+def to_json(life: Life, tokenizer: Decoder) -> dict[str, Any]:
     """All of it, as plain data: tokens, texts, versions, times, verdict, training, drop, dead letters."""
     out: dict[str, Any] = {"id": life.id, "group_id": life.group_id, "index": life.index, "fate": life.fate}
     for name in ("prompt", "partial", "rollout", "scored", "dropped"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.lives import Life
-from ops.text import HfTokenizer, visible
+from ops.text import visible
 from schemas import Segments, oldest_and_newest
 
 COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue", "bright_red")
@@ -25,7 +25,14 @@ ANSWER_WIDTH_MIN = 24
 INDENT = 2
 
 
-def print_life(life: Life, tokenizer: HfTokenizer, console: Console) -> None:
+class Decoder(Protocol):
+    """What tells tokens as text; `ops.text.HfTokenizer` is it."""
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text that each token adds where it stands."""
+
+
+def print_life(life: Life, tokenizer: Decoder, console: Console) -> None:
     """All about one sample."""
     console.print(Text.assemble((life.id, "bold"), "  ", _fate(life)))
     _section(console, "prompt", _prompt(life))
@@ -45,7 +52,7 @@ def print_life(life: Life, tokenizer: HfTokenizer, console: Console) -> None:
         console.print(f"came a second time: {what}; readers drop it", style="dim", markup=False, soft_wrap=True)
 
 
-def print_lives(title: str, lives: Sequence[Life], tokenizer: HfTokenizer, console: Console) -> None:
+def print_lives(title: str, lives: Sequence[Life], tokenizer: Decoder, console: Console) -> None:
     """A line for each of several samples."""
     console.print(Text(f"{title}: {len(lives)} samples", "bold"))
     rows = [_row(life) for life in lives]
@@ -87,7 +94,7 @@ def _row(life: Life) -> tuple[str | Text, ...]:
     )
 
 
-def _short_answer(life: Life, tokenizer: HfTokenizer, room: int) -> Text:
+def _short_answer(life: Life, tokenizer: Decoder, room: int) -> Text:
     if life.rollout is None:
         return Text()
     pieces = tokenizer.pieces(life.rollout.tokens.tolist()[:room])
@@ -147,7 +154,7 @@ def _prompt(life: Life) -> Text:
     return text
 
 
-def _answer(life: Life, tokenizer: HfTokenizer) -> Text:
+def _answer(life: Life, tokenizer: Decoder) -> Text:
     assert life.rollout is not None
     masked = []
     if life.training is not None:

@@ -34,7 +34,7 @@ class Changes:
         return any(override.partition("=")[0].strip() == STALENESS for override in self.overrides)
 
     def recipe(self, recipe: Recipe, run: str) -> Recipe:
-        """The recipe with the changes. A reward file is looked for here first, then in the recipe's folder."""
+        """The recipe with the changes. A function's file is looked for here first, then in its folder."""
         return recipe.changed([_found_here(override) for override in self.overrides], f"the recipe of {run}")
 
     def phases(self, history: History, start: int, stop: int) -> list[Phase]:
@@ -76,11 +76,11 @@ def read_changes(overrides: Sequence[str], reward: bool, trainer: bool = True) -
 
 
 def _found_here(override: str) -> str:
-    """A relative `reward.function=my.py:score` that stands in the current folder, with its whole path."""
+    """A relative `reward.function=my.py:score` whose file stands in the current folder, with its whole path."""
     key, _, value = override.partition("=")
     file, colon, name = value.partition(".py:")
     path = Path(f"{file}.py").expanduser()
-    if key.strip() == "reward.function" and colon and path.is_file():
+    if colon and path.is_file():
         return f"{key}={path.resolve()}:{name}"
     return override
 

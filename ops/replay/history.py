@@ -67,10 +67,10 @@ def _of_the_trainer(recipe: Recipe) -> Sequence[Any]:
 
 
 async def read_history(source: LogSource) -> History:
-    """Read the small streams of a log.
+    """Read the small streams of a log. A run that has just begun has no steps yet.
 
     Raises:
-        UserError: there is nothing to replay, or the log was written by another version of Rollstream.
+        UserError: it holds no recipe, or one of another version of Rollstream.
     """
     starts = []
     async for entry in source.read(CONTROL):
@@ -95,8 +95,6 @@ async def read_history(source: LogSource) -> History:
     steps = 0
     while steps < batches and steps + 1 in versions:
         steps += 1
-    if steps == 0:
-        raise UserError(f"The log of {source.run} holds no training step.", "Let the run train first.")
     return History(source.run, steps, tuple(starts), versions, times, metrics)
 
 
@@ -113,6 +111,8 @@ def check_range(history: History, start: int, stop: int | None) -> tuple[int, in
     Raises:
         UserError: there are none.
     """
+    if history.steps == 0:
+        raise UserError(f"The log of {history.run} holds no training step.", "Let the run train first.")
     stop = history.steps if stop is None else stop
     if not 0 <= start < stop <= history.steps:
         raise UserError(

@@ -89,9 +89,10 @@ async def test_weights_that_a_folder_keeps_need_no_training(recorded: Path) -> N
         history = await read_history(source)
         in_folder = _InFolder(log, recorded.parent)
         initial = initial_model(recorded.parent)
-        kept, how = await diff_log(in_folder, history, initial, STEPS - 1, None, 3)
-        again, other = await diff_log(log, history, initial, STEPS - 1, None, 3)
+        kept, how, whole = await diff_log(in_folder, history, initial, STEPS - 1, None, 3)
+        again, other, _ = await diff_log(log, history, initial, STEPS - 1, None, 3)
     assert (how, other) == ("weights: the kept files", "weights: trained again from the log")
+    assert whole
     assert kept.all == again.all
     assert kept.offenders == again.offenders
 

@@ -17,6 +17,7 @@ from bus.table import BATCHES, DEAD, PROMPTS, ROLLOUTS, SCORED
 from ops import trace
 from ops.lives import Life
 from ops.log_source import LogSource, open_log
+from ops.record import record
 from ops.replay.history import read_history
 from ops.text import HfTokenizer, visible
 from ops.trace import lives_of, parse_target, to_json
@@ -241,3 +242,27 @@ def test_a_character_of_several_tokens_is_told_once() -> None:
 def test_whitespace_can_be_seen() -> None:
     assert visible("a\n\tb ") == "a↵⇥b "
     assert (visible(" "), visible(""), visible("\x1b[31m")) == ("·", "", "\\x1b[31m")
+
+
+async def test_a_recording_without_a_model_tells_token_ids(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may not pass the model on can still pass the log on."""
+    path = tmp_path / "bare.rollstream"
+    async with open_log(str(recorded)) as source:
+        await record(source, path, None, lambda text: None)
+        life = await life_of(source, "2-1")
+    assert await trace.main("2-1", str(path), False) == 0
+    assert life.rollout is not None
+    assert " ".join(map(str, life.rollout.tokens[:3].tolist())) in capsys.readouterr().out
+
+
+async def test_a_run_that_has_not_trained_yet_can_be_asked(recorded: Path) -> None:
+    """The first samples are those that people look at while they wait."""
+    async with open_log(str(recorded)) as source:
+        log = await altered(source)
+    for stream in ("batches", "weights", "steps"):
+        log.purge(stream, 1000)
+    life = await life_of(log, "0-0")
+    assert life.fate == "waits for a batch"
+    assert life.training is None
