@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from actors.functions import load_function
 from actors.trainer import advantages as adv
-from actors.trainer import credit as credits_
 from actors.trainer import plan
 from actors.trainer.config import TrainerConfig
+from actors.trainer.credit import Values, assign
 from actors.trainer.critic import Critic
 from actors.trainer.forward import MicroBatch, response_logprobs
 from actors.trainer.kl import kl
@@ -158,9 +158,9 @@ class Learner:
                     _kl_of(*pair, config) for pair in zip(per_token["behaviour"], per_token["reference"], strict=True)
                 ]
         if self._critic is not None:
-            values = credits_.Values(*plan.ask(batch, self._critic.values, config, device))
+            values = Values(*plan.ask(batch, self._critic.values, config, device))
             per_token["values"] = values.tokens
-        credit = credits_.assign(
+        credit = assign(
             batch.samples,
             config,
             max_new_tokens=self._max_new_tokens,

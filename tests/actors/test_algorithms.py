@@ -6,6 +6,7 @@ mini-batch is cut into micro-batches of which none knows the whole.
 
 import copy
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -244,6 +245,28 @@ def test_an_engine_that_reports_no_number_poisons_no_loss():
         assert metrics["skipped_steps"] == 0, loss
         assert all(math.isfinite(value) for value in metrics.values()), loss
         assert metrics["ratio_mean"] < 3, loss
+
+
+@pytest.mark.parametrize("name", ["ppo", "m2po", "kl in the loss", "entropy"])
+def test_the_graph_of_a_micro_batch_is_gone_before_the_next_is_built(monkeypatch, name):
+    """Peak memory is that of one micro-batch, however many there are."""
+    learner = Learner(qwen3(), TrainerConfig(**(SETTING | OPTIONS[name] | {"micro_batch_tokens": 40})))
+    plain, alive, most = learner._logprobs, weakref.WeakSet(), []
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            alive.add(self)
+
+    def watched(*arguments, **keywords):
+        most.append(len(alive))
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(learner, "_logprobs", watched)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        learner.step(0, near(learner.model, samples()))
+    assert len(most) > 6
+    assert set(most) == {0}
 
 
 OWN = """
