@@ -54,7 +54,7 @@ def _logs_of_others(run: Launched, role: str, event: str) -> set[str]:
 
 def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(launch: Callable[..., Launched]) -> None:
     """Split brain: the old one wakes in the midst of its work and must not do any of it a second time."""
-    run = launch(*SLOWLY)
+    run = launch(*SLOWLY, "hung_after_s=0")  # it shall wake up
     run.until_step(1)
     standby = Launched(["up", "controller", "--run", str(run.folder)], run.folder)
     try:
