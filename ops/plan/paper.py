@@ -153,7 +153,8 @@ def bounds(lengths: Lengths, say: Callable[[str], None]) -> tuple[list[str], lis
         lines.append(
             f"| {outcome.max_staleness} | {quantity(outcome.tokens_per_s)} | {more:.2f} | "
             f"{consumed(outcome) / consumed(first):.2f} | {paper} | {paper / FIGURE_5C[0]:.2f} | "
-            f"{outcome.staleness:.1f} | {share(outcome.masked)} | {share(outcome.rollout_idle)} | {share(outcome.trainer_idle)} |"
+            f"{outcome.staleness:.1f} | {share(outcome.masked)} | {share(outcome.rollout_idle)} | "
+            f"{share(outcome.trainer_idle)} |"
         )
     return lines, outcomes
 
@@ -186,7 +187,8 @@ def interruption(lengths: Lengths, say: Callable[[str], None]) -> list[str]:
 def scaling(lengths: Lengths, say: Callable[[str], None]) -> tuple[list[str], dict[str, list[tuple[int, Compared]]]]:
     """Figure 4: the batch stays, the devices grow."""
     lines = [
-        "| model | devices | async, trained tokens/s | of linear | sync | speed-up | one-step overlap | staleness | masked |",
+        "| model | devices | async, trained tokens/s | of linear | sync | speed-up | one-step overlap | "
+        "staleness | masked |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     found: dict[str, list[tuple[int, Compared]]] = {}
