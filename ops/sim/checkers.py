@@ -143,8 +143,6 @@ class Checker:
                     self.world.violate("I5", f"{what} {message.sample_id}: version {version} did not make token {at}")
                     return
             place += count
-        versions = [version for version, _ in message.segments]
-        self._hold("I5", versions == sorted(versions), f"{what} {message.sample_id} goes back in version: {versions}")
 
     def _partial(self, entry: Entry, partial: Partial) -> None:
         key = partial.group_id, partial.index
