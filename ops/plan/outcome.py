@@ -12,7 +12,7 @@ from schemas import UserError
 
 SAMPLES_MIN = 512  # in a scaled batch: fewer, and its longest answer is no longer the real one's
 GROUPS_MIN = 16
-ENGINES_MIN = 3
+ENGINES_MIN = 1
 RATIO_ERROR = 0.01  # of groups an engine, between the scaled cluster and the real one
 SETTLED_STEPS = 8  # the pace moves by an eighth of a batch a step: so long without a rise, and it has found its limit
 MEASURED_STEPS = 20
