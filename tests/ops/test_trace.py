@@ -127,6 +127,8 @@ async def test_tokens_that_were_too_old_are_marked(recorded: Path, show: Callabl
     life = await life_of(log, rollout.sample_id)
     assert life.training is not None
     assert life.training.masked == sum(n for version, n in rollout.segments if step - version > bound) > 0
+    assert life.training.advantages is not None
+    assert len(life.training.advantages) == len(rollout.tokens) - life.training.masked
     assert f"{life.training.masked} tokens masked" in show(life)
     assert "old, masked" in show(life)
 
