@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 # Two torch threads a process on a busy small machine cost far more than they gain.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run smollm2 test chaos clean
+.PHONY: run smollm2 test chaos sim clean
 
 run: $(STAMP)
 	$(BIN)/rollstream run recipes/running_total.yaml
@@ -24,6 +24,10 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/rollstream chaos recipes/running_total.yaml
+
+sim: $(STAMP)
+	$(BIN)/rollstream sim --seeds 2000 --jobs 2 --regressions tests/sim/regressions.txt
+	$(BIN)/python -m tests.sim.planted
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
