@@ -98,8 +98,10 @@ async def serve(
                     break
         finally:
             stopped.cancel()
-            await shell.give_back()
-            ticking.cancel()
+            try:
+                await shell.give_back()
+            finally:  # or what is in flight would stay with a worker that has ended
+                ticking.cancel()
         if shell.failed.done():
             shell.failed.result()
 

@@ -310,6 +310,30 @@ async def test_a_message_handed_back_goes_on_at_another_worker(bus: MemoryBus) -
     assert await messages(bus, ROLLOUTS) == 1
 
 
+async def test_a_worker_that_is_cancelled_while_it_gives_back_reports_no_more_progress(bus: MemoryBus) -> None:
+    """Else its messages would stay with it for as long as the process lives. Found by simulation."""
+    begun = asyncio.Event()
+
+    async def stubborn(message: Message, delivery: Delivery) -> Sequence[Message]:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+        return []
+
+    await bus.publish(prompt(1))
+    worker = asyncio.create_task(serve(bus, QUEUE, stubborn, room=lambda: 1, stop=asyncio.Event(), name="w"))
+    await begun.wait()
+    for _ in range(2):
+        worker.cancel()
+        await asyncio.sleep(0.01)
+    await asyncio.wait([worker])
+    async with serving(bus, answer, name="another"):
+        await until(settled(bus), wait_s=4 * ACK_WAIT_S)
+    assert await messages(bus, ROLLOUTS) == 1
+
+
 async def test_stop_takes_no_new_message_and_waits_for_those_in_flight(bus: MemoryBus) -> None:
     started = asyncio.Event()
 
