@@ -285,7 +285,7 @@ def plan(
     overrides: Overrides = None,
     devices: Annotated[int, typer.Option("--devices", help="Of the whole cluster.")] = 64,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", help="Speeds: a preset such as h800-7b, or a YAML file.")
+        str | None, typer.Option("--hardware", help="Speeds: a YAML file, or h800-1.5b, -7b, -14b, -32b.")
     ] = None,
     lengths: Annotated[
         str | None,

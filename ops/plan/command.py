@@ -93,11 +93,11 @@ def show_hardware(name: str) -> None:
 
 def _tell(plan: Plan, grown: Plan | None, asked: Asked) -> None:
     console = Console()
-    console.print(render(plan))
+    console.print(render(plan, console.width))
     if grown is None:
         return
     console.print()
-    console.print(render(grown))
+    console.print(render(grown, console.width))
     first = plan.best
     kept = simulate(grown.speeds, with_bound(grown.workload, grown.reference), first.rollout, first.train, asked.seed)
     part = kept.tokens_per_s / grown.bounds_at(grown.reference).tokens_per_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,14 +14,19 @@ from ops.plan.search import ALIKE, Plan
 from schemas import UserError
 
 SHARE_SHOWN = 0.005  # smaller shares are 0
+WIDE = 110  # columns of a terminal that hold everything
+COLUMNS = (
+    "rollout\n:train", "\nη", "tokens\n/s", "vs\nsync", "\nstep", "rollout\nidle", "upda-\nting", "slots\nused",
+    "trainer\nidle", "stale-\nness", "\nmax", "\nmasked", "\ndropped",
+)  # fmt: skip
 WHY = {"staleness bound": "η", "pace": "pace", "nothing": ""}
 MASKED_TELL = 0.02
 IDLE_TELL = 0.1
 EMPTY_TELL = 0.5  # of the slots
 
 
-def render(plan: Plan) -> RenderableType:
-    """Everything for a terminal."""
+def render(plan: Plan, width: int) -> RenderableType:
+    """Everything for a terminal of this width; a narrow one is spared three columns."""
     config = plan.workload.controller
     head = Text.assemble(
         (f"{plan.devices} devices", "bold"),
@@ -31,35 +36,41 @@ def render(plan: Plan) -> RenderableType:
     )
     parts: list[RenderableType] = [head]
     if len(plan.splits) > 1:
-        parts.append(_table(f"Splits under η = {plan.reference}, best first", plan, plan.splits))
-    parts.append(_table(f"{plan.best.rollout}:{plan.best.train} under other bounds", plan, plan.bounds))
+        parts.append(_table(f"Splits under η = {plan.reference}, best first", plan, plan.splits, width >= WIDE))
+    parts.append(_table(f"{plan.best.rollout}:{plan.best.train} under other bounds", plan, plan.bounds, width >= WIDE))
     parts.append(_others(plan))
     parts.append(Text("\n".join(advice(plan))))
     return Group(*parts)
 
 
-def _table(title: str, plan: Plan, outcomes: Sequence[Outcome]) -> Table:
+def _table(title: str, plan: Plan, outcomes: Sequence[Outcome], wide: bool) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    heads = ("rollout:train", "η", "tokens/s", "vs sync", "step", "rollout idle", "updating", "slots used")
-    for name in (*heads, "trainer idle", "staleness", "max", "masked", "dropped"):
+    columns = [column for column in COLUMNS if wide or column not in ("upda-\nting", "slots\nused", "\ndropped")]
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
-        table.add_row(
-            f"{outcome.rollout}:{outcome.train}",
-            str(outcome.max_staleness),
-            quantity(outcome.tokens_per_s),
-            f"{plan.speedup(outcome):.2f}x",
-            duration(outcome.step_s),
-            _idle(outcome.rollout_idle, WHY[outcome.rollout_why]),
-            share(outcome.updating),
-            share(outcome.occupancy),
-            _idle(outcome.trainer_idle, outcome.trainer_why),
-            f"{outcome.staleness:.1f}",
-            str(outcome.staleness_max),
-            share(outcome.masked),
-            share(outcome.dropped),
-        )
+        cells = _cells(plan, outcome)
+        table.add_row(*(cells[name] for name in columns))
     return table
+
+
+def _cells(plan: Plan, outcome: Outcome) -> dict[str, str]:
+    values = (
+        f"{outcome.rollout}:{outcome.train}",
+        str(outcome.max_staleness),
+        quantity(outcome.tokens_per_s),
+        f"{plan.speedup(outcome):.2f}x",
+        duration(outcome.step_s),
+        _idle(outcome.rollout_idle, WHY[outcome.rollout_why]),
+        share(outcome.updating),
+        share(outcome.occupancy),
+        _idle(outcome.trainer_idle, outcome.trainer_why),
+        f"{outcome.staleness:.1f}",
+        str(outcome.staleness_max),
+        share(outcome.masked),
+        share(outcome.dropped),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
 
 
 def _others(plan: Plan) -> Table:
@@ -149,12 +160,7 @@ def share(value: float) -> str:
 
 
 def _idle(value: float, why: str) -> str:
-    return f"{share(value)} ({why})" if value >= SHARE_SHOWN and why else share(value)
-
-
-def show(plan: Plan, console: Console) -> None:
-    """Print it."""
-    console.print(render(plan))
+    return f"{share(value)} {why}" if value >= SHARE_SHOWN and why else share(value)
 
 
 def plot(plan: Plan, path: Path) -> None:

@@ -219,12 +219,19 @@ def test_the_best_split_comes_first_and_its_bounds_in_order(plan: Plan) -> None:
 
 def test_a_plan_can_be_read(plan: Plan) -> None:
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(render(plan))
+    console.print(render(plan, 140))
     text = console.export_text()
     assert "8 devices, batches of 4 groups of 4" in text
     assert "synchronous, all 8 generate, then train" in text
     assert advice(plan)[0].startswith(f"Use {plan.advised.rollout}:{plan.advised.train} with η = ")
     assert advice(plan)[0] in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_no_number_is_cut_off_on_a_narrow_terminal(plan: Plan, width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render(plan, width))
+    assert "…" not in console.export_text()
 
 
 def test_numbers_are_told_with_three_digits() -> None:
