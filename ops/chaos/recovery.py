@@ -89,4 +89,4 @@ def _hits_again(other: Fault, fault: Fault) -> bool:
     if other.at_s < fault.at_s:
         return False
     same = other.victim == fault.victim and (other.kind == fault.kind or other.kind == "reward")
-    return same or (other.kind in ALL and fault.kind != "nats")
+    return same or other.kind in ALL
