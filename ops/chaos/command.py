@@ -162,7 +162,7 @@ def _steps(folder: Path) -> int:
 
 
 def _tell(name: str, outcome: Outcome, target: Target, kills: int, wanted: int) -> None:
-    worst = max((recovery_s for _, recovery_s in outcome.recoveries), default=0.0)
+    worst = max((recovery.seconds for recovery in outcome.recoveries), default=0.0)
     text = (
         f"{name}: {len(outcome.recoveries)} faults, worst recovery {worst:.1f} s, "
         f"{outcome.lost} lost, {outcome.twice} twice; {kills} of {wanted} kills"

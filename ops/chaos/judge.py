@@ -13,7 +13,7 @@ from pathlib import Path
 from bus.table import BATCHES, CONTROL, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
 from ops.audit import AuditReport, audit_log
 from ops.chaos.faults import Fault
-from ops.chaos.recovery import Started, Stored, recoveries
+from ops.chaos.recovery import Recovery, Started, Stored, recoveries
 from ops.log_source import LogSource, open_log
 from schemas import Rollout, Scored
 
@@ -22,11 +22,11 @@ STREAMS = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, CONTROL)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: its launcher's exit status (None: it did not end), its audit, its faults with their recovery in s."""
+    """One run: its launcher's exit status (None: it did not end), its audit, the recovery of its faults."""
 
     status: int | None
     audit: AuditReport
-    recoveries: tuple[tuple[Fault, float], ...]
+    recoveries: tuple[Recovery, ...]
     step_gap_s: float
 
     @property
@@ -55,8 +55,7 @@ async def judge(folder: Path, status: int | None, faults: Sequence[Fault], end_s
         stored = [entry for stream in STREAMS for entry in await _stored(log, stream)]
     steps = sorted(entry.time_s for entry in stored if entry.stream == STEPS.name)
     healed = recoveries(faults, stored, _starts(folder), end_s)
-    told = [dataclasses.asdict(fault) | {"recovery_s": round(seconds, 3)} for fault, seconds in healed]
-    (folder / "faults.json").write_text(json.dumps(told, indent=1))
+    (folder / "faults.json").write_text(json.dumps([dataclasses.asdict(recovery) for recovery in healed], indent=1))
     gap_s = max((after - before for before, after in itertools.pairwise(steps)), default=0.0)
     return Outcome(status, audit, tuple(healed), gap_s)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ops.chaos import recovery
-from ops.chaos.faults import KINDS, Fault
+from ops.chaos import recovery as definition
+from ops.chaos.faults import KINDS
 from ops.chaos.judge import Outcome
+from ops.chaos.recovery import Recovery
 
 
 def report(outcomes: Sequence[Outcome], machine: str, command: str) -> str:
     """A row for each kind of process, and what all runs came to together."""
-    healed = [pair for outcome in outcomes for pair in outcome.recoveries]
-    rows = [_row(kind, [pair for pair in healed if pair[0].kind == kind]) for kind in KINDS]
+    healed = [recovery for outcome in outcomes for recovery in outcome.recoveries]
+    rows = [_row(kind, [recovery for recovery in healed if recovery.fault.kind == kind]) for kind in KINDS]
     ended = sum(outcome.status == 0 for outcome in outcomes)
     totals = [outcome.audit.report.totals for outcome in outcomes]
     broken = sum(check.broken for outcome in outcomes for check in outcome.audit.report.checks)
@@ -23,8 +24,8 @@ def report(outcomes: Sequence[Outcome], machine: str, command: str) -> str:
             "",
             f"`{command}` on {machine}.",
             "",
-            "| process | kill -9 | SIGSTOP | recovery, median s | 95 % s | worst s |",
-            "|---|--:|--:|--:|--:|--:|",
+            "| process | kill -9 | SIGSTOP | alone | median s | worst s | overlapping | median s | worst s |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
             *filter(None, rows),
             _row("all", healed),
             "",
@@ -35,19 +36,22 @@ def report(outcomes: Sequence[Outcome], machine: str, command: str) -> str:
             f"{sum(outcome.audit.entries for outcome in outcomes)} log entries. "
             f"Longest time without a step: {max((outcome.step_gap_s for outcome in outcomes), default=0.0):.1f} s.",
             "",
-            (recovery.__doc__ or "").partition("\n\n")[2].strip(),
+            (definition.__doc__ or "").partition("\n\n")[2].strip(),
             "",
         ]
     )
 
 
-def _row(name: str, healed: Sequence[tuple[Fault, float]]) -> str:
+def _row(name: str, healed: Sequence[Recovery]) -> str:
     if not healed:
         return ""
-    seconds = sorted(recovery_s for _, recovery_s in healed)
-    stops = sum(fault.stop for fault, _ in healed)
-    late = seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))]
-    return (
-        f"| {name} | {len(healed) - stops} | {stops} | {statistics.median(seconds):.1f} | {late:.1f} "
-        f"| {seconds[-1]:.1f} |"
-    )
+    stops = sum(recovery.fault.stop for recovery in healed)
+    cells = [name, str(len(healed) - stops), str(stops)]
+    for alone in (True, False):
+        seconds = [recovery.seconds for recovery in healed if recovery.alone == alone]
+        cells += [str(len(seconds)), *_told(seconds)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _told(seconds: Sequence[float]) -> tuple[str, str]:
+    return (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("", "")

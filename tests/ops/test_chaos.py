@@ -19,7 +19,7 @@ def stop(kind: Kind, victim: str, at_s: float, ended_s: float) -> Fault:
 
 
 def seconds(faults: list[Fault], log: list[Stored], starts: list[Started], end_s: float = 100.0) -> list[float]:
-    return [pytest.approx(recovery_s) for _, recovery_s in recoveries(faults, log, starts, end_s)]
+    return [pytest.approx(recovery.seconds) for recovery in recoveries(faults, log, starts, end_s)]
 
 
 def test_every_kind_is_killed_equally_often_in_an_order_that_the_seed_draws() -> None:
@@ -86,11 +86,20 @@ def test_a_process_that_is_hit_again_is_clocked_anew_but_one_that_is_hit_alone_i
 
 def test_while_another_process_is_held_the_clock_stands() -> None:
     """Nobody can train without the verdicts of a worker that is held: that is the length of the other fault."""
-    faults = [kill("trainer", "trainer", 10.0), stop("reward", "reward-0", 10.5, 15.0)]
-    log = [Stored(17.0, "steps"), Stored(15.2, "scored", "reward-0")]
-    assert seconds(faults, log, [Started(11.0, "trainer")]) == [2.0, 0.2]
+    faults = [kill("trainer", "trainer", 10.0), stop("reward", "reward-0", 10.5, 15.0), stop("nats", "nats", 14, 16)]
+    log = [Stored(17.0, "steps"), Stored(15.2, "scored", "reward-0"), Stored(16.3, "rollouts")]
+    assert seconds(faults, log, [Started(11.0, "trainer")])[:2] == [1.5, 0.0]  # 0.5 s before, and 1 s after
     healed_meanwhile = [Stored(12.0, "steps"), *log]
-    assert seconds(faults, healed_meanwhile, [Started(11.0, "trainer")]) == [2.0, 0.2]
+    assert seconds(faults, healed_meanwhile, [Started(11.0, "trainer")])[0] == 0.5
+
+
+def test_a_fault_is_alone_if_none_was_in_force_and_none_struck_until_it_had_healed() -> None:
+    faults = [kill("trainer", "trainer", 10.0), kill("nats", "nats", 13.0), kill("nats", "nats", 20.0)]
+    log = [Stored(12.0, "steps"), Stored(14.0, "prompts"), Stored(21.0, "prompts")]
+    starts = [Started(11.0, "trainer")]
+    assert [recovery.alone for recovery in recoveries(faults, log, starts, 30.0)] == [True, True, True]
+    faults[1] = kill("nats", "nats", 11.5)
+    assert [recovery.alone for recovery in recoveries(faults, log, starts, 30.0)] == [False, False, True]
 
 
 def test_the_end_of_the_run_heals_everything() -> None:
