@@ -14,16 +14,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 STOP_SHARE = 0.15  # of all faults; the others are kills
 STOP_S = (0.5, 8.0)
-CLOSE_SHARE = 0.25  # of faults that come before the one before can have healed
+CLOSE_SHARE = 0.25  # of faults that strike before the one before can have healed
 CLOSE_S = (0.0, 0.7)
-APART_S = (1.0, 5.0)
+APART_S = (0.5, 3.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault to come: `gap_s` after the one before, on a process of `kind`; SIGSTOP for `stop_s`, or kill -9 if 0."""
+    """A fault to come, on a process of `kind`: SIGSTOP for `stop_s`, or kill -9 if that is 0.
+
+    `gap_s` after the one before if they are to be `close`, else so long after the first step that followed that one.
+    """
 
     gap_s: float
+    close: bool
     kind: Kind
     stop_s: float
 
@@ -40,10 +44,11 @@ class Dice:
     def draw(self) -> Strike:
         """The next strike."""
         random = self._random
-        gap_s = random.uniform(*(CLOSE_S if random.random() < CLOSE_SHARE else APART_S))
+        close = random.random() < CLOSE_SHARE
+        gap_s = random.uniform(*(CLOSE_S if close else APART_S))
         if random.random() < STOP_SHARE:
-            return Strike(gap_s, self._next(self._stops), random.uniform(*STOP_S))
-        return Strike(gap_s, self._next(self._kills), 0.0)
+            return Strike(gap_s, close, self._next(self._stops), random.uniform(*STOP_S))
+        return Strike(gap_s, close, self._next(self._kills), 0.0)
 
     def put_back(self, strike: Strike) -> None:
         """It did not come about: its kind is drawn again."""

@@ -38,7 +38,7 @@ def test_every_kind_is_killed_equally_often_in_an_order_that_the_seed_draws() ->
 def test_faults_overlap_sometimes_and_are_stops_sometimes() -> None:
     dice = Dice(0)
     strikes = [dice.draw() for _ in range(1000)]
-    assert 150 < sum(strike.gap_s < 1 for strike in strikes) < 350
+    assert 150 < sum(strike.close for strike in strikes) < 350
     stops = [strike for strike in strikes if strike.stop_s]
     assert 100 < len(stops) < 200
     assert {strike.kind for strike in stops} == set(KINDS)
