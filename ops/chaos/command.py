@@ -122,6 +122,8 @@ async def _harry(target: Target, dice: Dice, faults: list[Fault], kills_max: int
         await asyncio.sleep(LOOK_S)
         now_s = time.monotonic()
         if seen >= 0 and not strike.close and now_s < ready_s + PATIENCE_S:
+            if now_s < ready_s:
+                seen = _steps(target.folder)  # steps that were done while a process is held do not count
             if _steps(target.folder) <= seen:
                 continue  # so that recovery can be seen, however slow the machine is
             ready_s, seen = now_s, -1

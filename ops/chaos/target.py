@@ -86,7 +86,8 @@ class Target:
 
     async def strike(self, kind: Kind, victim: str, pid: int, stop_s: float) -> Fault | None:
         """Kill a process, or stop it for `stop_s`; None if it was gone. A killed launcher is started again."""
-        fault = Fault(kind, victim, pid, time.time(), time.time(), stop=stop_s > 0)
+        now_s = time.time()
+        fault = Fault(kind, victim, pid, now_s, now_s + stop_s, stop=stop_s > 0)
         try:
             os.kill(pid, signal.SIGSTOP if stop_s else signal.SIGKILL)
         except ProcessLookupError:
@@ -103,7 +104,6 @@ class Target:
 
     async def _continue(self, fault: Fault, stop_s: float) -> None:
         try:
-            fault.ended_s = fault.at_s + stop_s
             await asyncio.sleep(stop_s)
         finally:
             fault.ended_s = time.time()
