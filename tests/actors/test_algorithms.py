@@ -22,7 +22,6 @@ from actors.trainer.config import (
     OverlongConfig,
     TrainerConfig,
 )
-from actors.trainer.credit import assign
 from actors.trainer.learner import Learner
 from actors.trainer.presets import PRESETS
 from schemas.errors import UserError
@@ -202,36 +201,6 @@ def test_unfinished_answers_can_be_left_out_of_the_loss():
     by_hand.step(0, emptied)
     assert all(map(torch.equal, masked.model.state_dict().values(), by_hand.model.state_dict().values()))
     assert told["tokens_trained"] == sum(s.loss_mask.sum() for s in made if s.finish == "stop")
-
-
-def test_stale_and_tool_tokens_count_for_the_overlong_penalty_as_they_should():
-    """Stale tokens were generated, a tool's were not: the length is that of what the policy wrote."""
-    made = samples()[0]
-    T = 10
-    sample = replace(
-        made,
-        tokens=np.ones(T, np.int32),
-        behaviour_logprobs=np.zeros(T, np.float32),
-        loss_mask=np.arange(T) >= 4,
-        versions=np.array([0, 0, 0, 0, 1, 1, -1, -1, 1, 1], np.int32),
-    )
-    assert sample.generated == 8
-    assert replace(sample, versions=None).generated == 6
-
-
-def test_a_reward_at_a_masked_token_counts_for_what_led_to_it():
-    """A step's reward may stand at the tool's answer; one before all trained tokens is nobody's merit."""
-    made = samples()[0]
-    sample = replace(
-        made,
-        tokens=np.ones(5, np.int32),
-        behaviour_logprobs=np.zeros(5, np.float32),
-        loss_mask=np.array([False, True, False, True, False]),
-        token_rewards=np.array([10, 0, 2, 0, 3], np.float32),
-        reward=1.0,
-    )
-    config = TrainerConfig(advantage=AdvantageConfig(mean="none", std="none"), discount=0.5, lr=1e-2)
-    np.testing.assert_allclose(assign([sample], config).advantages[0], [2 + 0.5 * 4, 4])
 
 
 def test_an_engine_that_reports_no_number_poisons_no_loss():
