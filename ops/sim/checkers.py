@@ -46,6 +46,7 @@ class Checker:
         self.disk = disk
         self.rules = world.scenario  # as of the last start, as all that the checks hold to
         self.allowed: dict[str, Rules] = {}  # by the nonce of each start
+        self._ways: set[tuple[int, str]] = set()
         self.newest = -1
         self.digests: list[str] = []  # of the weight file, by version
         self.state = FIRST_STATE  # that a learner must have after the steps so far
@@ -77,13 +78,14 @@ class Checker:
     def started(self, recipe: Scenario) -> None:
         """The run is started, or resumed, with this recipe."""
         self.rules = recipe
+        self._ways.add((recipe.max_staleness, recipe.on_stale))
         rules = Rules(self.world.loop.time(), recipe.max_staleness, recipe.batch_groups, recipe.steps)
         self.allowed[f"start-{len(self.allowed) + 1}"] = rules
 
     @property
     def _steady(self) -> bool:
-        """Whether η was never changed: a smaller one makes tokens too old that were not."""
-        return len({rules.max_staleness for rules in self.allowed.values()}) == 1
+        """Whether the same was always done about old tokens: a smaller η makes tokens too old that were not."""
+        return len(self._ways) == 1
 
     def stored(self, entry: Entry) -> None:
         """An entry was stored."""

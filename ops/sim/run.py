@@ -30,7 +30,8 @@ from actors.rollout.config import RolloutConfig
 from actors.trainer.actor import Trainer
 from actors.trainer.config import TrainerConfig
 from bus.memory import MemoryBus
-from bus.port import BusFull, BusUnavailable, Fenced
+from bus.port import BusFull, BusUnavailable, Entry, Fenced
+from bus.table import LEASES
 from ops.host import Actor, Role, as_user_error, run_actors
 from ops.sim.checkers import Checker
 from ops.sim.fakes import (
@@ -132,11 +133,12 @@ class _Launcher:
         self.starts = 0
         self.disk = Disk()
         self.checker = Checker(world, self.disk)
-        world.on_stored = self.checker.stored
+        world.on_stored = self._stored
         world.on_killed = self._killed
         self.specs = [Spec(name, actors) for name, actors in _layout(world.scenario)]
         self.alive: list[Process] = []  # also those that were stopped and succeeded
         self.everybody: list[Process] = []
+        self.controllers: list[tuple[Process, Controller]] = []
         self.draining = False
         self.changed = asyncio.Event()
         self.nemesis = Nemesis(world, self)
@@ -170,15 +172,21 @@ class _Launcher:
 
     async def _start(self) -> None:
         """Start or resume the run. What its actors are told may have changed."""
-        later = self.world.scenario.later_max_staleness
-        if self.starts and later is not None:
-            self.recipe = dataclasses.replace(self.recipe, max_staleness=later)
+        if self.starts:
+            self.recipe = dataclasses.replace(self.recipe, **self.world.scenario.later)
         self.starts += 1
         self.checker.started(self.recipe)
         await self.nemesis.published(Control(action="start", nonce=f"start-{self.starts}"))
         self.draining = False
         for spec in self.specs:
             self.start(spec)
+
+    def _stored(self, entry: Entry) -> None:
+        self.checker.stored(entry)
+        if entry.stream is LEASES:
+            leaders = [process for process, actor in self.controllers if not process.dead and actor.core is not None]
+            if len(leaders) > 1:
+                self.world.count("two controllers lead")
 
     async def _until_done(self) -> None:
         while not self.world.failed.is_set() and not (all(spec.done for spec in self.specs) and not self.alive):
@@ -253,7 +261,9 @@ class _Launcher:
                 pace=scenario.pace,
             )
             share = scenario.equal_share
-            return Controller(bus, config, scenario.steps, scenario.seed, lambda k: row_of(k, share), name)
+            controller = Controller(bus, config, scenario.steps, scenario.seed, lambda k: row_of(k, share), name)
+            self.controllers.append((process, controller))
+            return controller
         if role == "reward":
             return RewardWorker(bus, RewardConfig(children=CHILDREN), FakePool(process, CHILDREN), name)
         if role == "rollout":

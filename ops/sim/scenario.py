@@ -65,7 +65,6 @@ class Scenario:
     steps: int = 4
     more_steps: int = 0  # for which the finished run is resumed
     max_staleness: int = 1
-    later_max_staleness: int | None = None  # from the first time on that the run is resumed
     batch_groups: int = 2
     group_size: int = 2
     on_stale: OnStale = "mask"
@@ -96,6 +95,7 @@ class Scenario:
     deadline_s: float = 120.0  # of a request to the log
     restart_s: float = 0.5
     quiet_s: float = 20.0
+    later: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields that are changed when the run is resumed
     faults: dict[str, float] = dataclasses.field(default_factory=dict)
     only: tuple[str, ...] | None = None
 
@@ -118,6 +118,7 @@ class Scenario:
             if fields.get("only") is not None:
                 fields["only"] = tuple(fields["only"])
             scenario = cls(**fields)
+            dataclasses.replace(scenario, **scenario.later)
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"This is no scenario: {error}.", remedy) from None
         if unknown := [kind for kind in scenario.faults if kind not in FAULTS]:
@@ -159,7 +160,6 @@ def draw(seed: int) -> Scenario:
         steps=recipe.randint(3, 8),
         more_steps=recipe.choice((0, 0, 0, 1, 2)),
         max_staleness=recipe.choice((0, 0, 1, 1, 2, 3, 4, 8)),
-        later_max_staleness=recipe.choice((None, None, 0, 1, 4)),
         batch_groups=recipe.randint(1, 4),
         group_size=group_size,
         on_stale=recipe.choice(get_args(OnStale)),
@@ -190,8 +190,21 @@ def draw(seed: int) -> Scenario:
         deadline_s=speed.choice((3.0, 120.0)),
         restart_s=speed.choice((0.1, 0.5, 2.0)),
         quiet_s=speed.choice((10.0, 20.0, 40.0)),
+        later=_draw_later(dice("scenario/later")),
         faults=_draw_faults(faults),
     )
+
+
+def _draw_later(dice: random.Random) -> dict[str, Any]:
+    """What a recipe may change between two starts of a run, as `ops.launch.FIXED` says."""
+    choices = (
+        ("max_staleness", (0, 1, 4)),
+        ("on_stale", get_args(OnStale)),
+        ("partial_every", (0, 3)),
+        ("checkpoint_every", (1, 3)),
+        ("pace", (False, True)),
+    )
+    return {field: dice.choice(values) for field, values in choices if dice.random() < 0.3}
 
 
 _CRASHES: Final = (0.0005, 0.0015, 0.005, 0.015)  # at every call; more, and nothing ever begins

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ops.sim.run import Outcome, simulate
 from ops.sim.scenario import Scenario, kind_of
 
-SHRINK_S: Final = 120.0  # real seconds spent on one scenario
+SHRINK_S: Final = 60.0  # real seconds spent on one scenario
 # What a smaller run may have instead, the smallest first.
 SMALLER: Final[dict[str, tuple[Any, ...]]] = {
     "trainers": (1,),
@@ -22,7 +22,7 @@ SMALLER: Final[dict[str, tuple[Any, ...]]] = {
     "workers": (1, 2),
     "rewarders": (1,),
     "more_steps": (0,),
-    "later_max_staleness": (None,),
+    "later": ({},),
     "steps": (1, 2, 3, 4),
     "batch_groups": (1, 2),
     "group_size": (1, 2),

@@ -16,7 +16,13 @@ def test_a_scenario_is_read_as_it_was_printed(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("{", "no scenario"), ("[]", "no scenario"), ('{"seed": 1, "sed": 2}', "sed"), ("{}", "seed")],
+    [
+        ("{", "no scenario"),
+        ("[]", "no scenario"),
+        ('{"seed": 1, "sed": 2}', "sed"),
+        ('{"seed": 1, "later": {"sed": 2}}', "sed"),
+        ("{}", "seed"),
+    ],
 )
 def test_what_is_no_scenario_is_refused_with_the_remedy(text: str, word: str) -> None:
     with pytest.raises(UserError, match=word) as caught:
@@ -33,7 +39,7 @@ def test_seeds_differ_in_everything() -> None:
     drawn = [draw(seed) for seed in range(300)]
     for field in dataclasses.fields(Scenario):
         if field.name not in ("seed", "faults", "only"):
-            assert len({getattr(scenario, field.name) for scenario in drawn}) > 1, field.name
+            assert len({repr(getattr(scenario, field.name)) for scenario in drawn}) > 1, field.name
     assert {kind for scenario in drawn for kind in scenario.faults} == set(FAULTS)
     assert any(not scenario.faults for scenario in drawn)
 
