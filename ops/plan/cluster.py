@@ -21,7 +21,7 @@ from actors.controller.core import ControllerCore
 from ops.plan.engine import Job, ModelEngine, OnUpdate
 from ops.plan.lengths import Lengths
 from ops.plan.speeds import Speeds
-from schemas import Batch, Scored, Segments, UserError
+from schemas import Batch, Dropped, Scored, Segments, UserError
 
 HOPELESS_BATCHES = 100  # generated since the last step, and no step to be seen
 
@@ -82,7 +82,8 @@ class Course:
     """What happened: `steps` in order, and after each of them what the engines had done.
 
     `idle_why` counts by cause how often an engine ran empty, `reward_queued` how many samples had to wait for a reward
-    worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `untrained_tokens` wait.
+    worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `stale_tokens` of them
+    for their age; `untrained_tokens` wait.
     """
 
     steps: list[StepRecord]
@@ -90,6 +91,7 @@ class Course:
     idle_why: Counter[str]
     generated_tokens: int = 0
     dropped_tokens: int = 0
+    stale_tokens: int = 0
     untrained_tokens: int = 0
     reward_queued: int = 0
     samples: int = 0
@@ -293,7 +295,7 @@ class Cluster:
             for admission in decision.admissions:
                 self._admit(admission.group_id, admission.indices, admission.min_version)
             for dropped in decision.drops:
-                self._forget(dropped.group_id, dropped.index)
+                self._forget(dropped)
             if decision.batch is not None:
                 self._batches.append(decision.batch)
             if decision.drops or decision.batch is not None:
@@ -302,11 +304,12 @@ class Cluster:
             core.unbegun_prompts = len(self._queue)
         self._train()
 
-    def _forget(self, group_id: int, index: int) -> None:
-        job = self._samples.pop((group_id, index), None)
+    def _forget(self, dropped: Dropped) -> None:
+        job = self._samples.pop((dropped.group_id, dropped.index), None)
         if job is not None:
             self.course.dropped_tokens += job.length
-        self._end(group_id)
+            self.course.stale_tokens += job.length if dropped.reason == "stale" else 0
+        self._end(dropped.group_id)
 
     def _end(self, group_id: int) -> None:
         self._equal.pop(group_id, None)

@@ -25,7 +25,8 @@ class Outcome:
 
     `tokens_per_s`: response tokens trained a second, masked ones not counted. Shares are of the devices' time: idle,
     updating weights (loading and prefilling again). `occupancy`: of the engines' slots, while they decode. `masked` and
-    `dropped` are shares of the generated tokens. `staleness` is in versions, over trained tokens.
+    `dropped` are shares of the generated tokens, `too_old` what of both is due to age. `staleness` is in versions, over
+    trained tokens.
     """
 
     rollout: int
@@ -45,6 +46,7 @@ class Outcome:
     staleness_max: int
     masked: float
     dropped: float
+    too_old: float
     live_batches: float
 
     def to_json(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def _outcome(course: Course, since: int | None, cluster: Cluster, split: tuple[i
     decode_steps = max(1, after.steps - before.steps)
     generated = after.row_steps - before.row_steps
     dropped = course.dropped_tokens / max(1, course.generated_tokens)
+    masked = sum(step.masked_tokens for step in steps) / max(1, sum(ages.values()))
     return Outcome(
         rollout=split[0],
         train=split[1],
@@ -137,7 +140,8 @@ def _outcome(course: Course, since: int | None, cluster: Cluster, split: tuple[i
         publishing=sum(step.publishing_s for step in steps) / seconds,
         staleness=sum(age * count for age, count in trained.items()) / max(1, tokens),
         staleness_max=max(trained, default=0),
-        masked=sum(step.masked_tokens for step in steps) / max(1, sum(ages.values())),
+        masked=masked,
         dropped=dropped,
+        too_old=masked + course.stale_tokens / max(1, course.generated_tokens),
         live_batches=steps[-1].live_limit / cluster.core.config.batch_groups,
     )

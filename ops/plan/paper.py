@@ -28,6 +28,7 @@ GROUPS, GROUP_SIZE = 512, 16  # table 3 of the paper
 ROLLOUT_SHARE = 0.75  # section 7.1
 BOUNDS = (0, 1, 2, 4, 8, 16)
 DEVICES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+LINEAR_FROM = 32  # devices
 SCALED_MODELS = ("1.5b", "7b", "32b")
 HOUR_S = 3600.0
 INTERRUPTED: tuple[OnUpdate, OnUpdate] = ("recompute", "drain")
@@ -187,7 +188,7 @@ def interruption(lengths: Lengths, say: Callable[[str], None]) -> list[str]:
 def scaling(lengths: Lengths, say: Callable[[str], None]) -> tuple[list[str], dict[str, list[tuple[int, Compared]]]]:
     """Figure 4: the batch stays, the devices grow."""
     lines = [
-        "| model | devices | async, trained tokens/s | of linear | sync | speed-up | one-step overlap | "
+        "| model | devices | async, trained tokens/s | of linear from 32 | sync | speed-up | one-step overlap | "
         "staleness | masked |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
@@ -200,7 +201,11 @@ def scaling(lengths: Lengths, say: Callable[[str], None]) -> tuple[list[str], di
                 continue
             say(f"figure 4: {model} on {devices}")
             found[model].append((devices, compare(hardware, devices, 16, lengths)))
-        first_devices, first = found[model][0]
+        alone = synchronous(hardware.speeds_for(lengths), workload(0, lengths), hardware.engine_devices)
+        lines.append(
+            f"| {model.upper()} | {hardware.engine_devices} | – | – | {quantity(alone.tokens_per_s)} | – | – | – | – |"
+        )
+        first_devices, first = next(pair for pair in found[model] if pair[0] == LINEAR_FROM)
         for devices, compared in found[model]:
             rate = compared.asynchronous.tokens_per_s
             linear = rate / first.asynchronous.tokens_per_s / (devices / first_devices)
@@ -293,10 +298,11 @@ def draw(outcomes: Sequence[Outcome], scaled: dict[str, list[tuple[int, Compared
     for model, points in scaled.items():
         devices = [count for count, _ in points]
         rates = [compared.asynchronous.tokens_per_s for _, compared in points]
+        linear = rates[devices.index(LINEAR_FROM)] / LINEAR_FROM
         (line,) = right.plot(devices, rates, marker="o", label=f"{model.upper()}, asynchronous")
         style: dict[str, Any] = {"color": line.get_color()}
         right.plot(devices, [compared.synchronous.tokens_per_s for _, compared in points], linestyle="--", **style)
-        right.plot(devices, [rates[0] * count / devices[0] for count in devices], linestyle=":", alpha=0.5, **style)
+        right.plot(devices, [linear * count for count in devices], linestyle=":", alpha=0.5, **style)
     right.set(xscale="log", yscale="log", xlabel="devices", ylabel="trained tokens/s")
     right.set_title("dashed: synchronous, dotted: linear")
     right.set_xticks(DEVICES, [str(count) for count in DEVICES])

@@ -20,7 +20,6 @@ COLUMNS = (
     "trainer\nidle", "stale-\nness", "\nmax", "\nmasked", "\ndropped",
 )  # fmt: skip
 WHY = {"staleness bound": "η", "pace": "pace", "nothing": ""}
-MASKED_TELL = 0.02
 IDLE_TELL = 0.1
 EMPTY_TELL = 0.5  # of the slots
 
@@ -87,14 +86,21 @@ def _others(plan: Plan) -> Table:
         duration(together.step_s),
         f"{share(together.rollout_idle)} of all",
     )
-    if plan.overlap is not None and plan.overlap_split is not None:
-        overlap = plan.overlap
+    overlap, waiting = plan.overlap, plan.waiting
+    table.add_row(
+        f"one step of overlap, {plan.overlap_split[0]}:{plan.overlap_split[1]}",
+        quantity(overlap.tokens_per_s),
+        f"{overlap.tokens_per_s / together.tokens_per_s:.2f}x",
+        duration(overlap.step_s),
+        f"{share(overlap.rollout_idle)}, trainer {share(overlap.trainer_idle)}",
+    )
+    if waiting is not None:
         table.add_row(
-            f"one step of overlap, {plan.overlap_split[0]}:{plan.overlap_split[1]}",
-            quantity(overlap.tokens_per_s),
-            f"{overlap.tokens_per_s / together.tokens_per_s:.2f}x",
-            duration(overlap.step_s),
-            f"rollout {share(overlap.rollout_idle)}, trainer {share(overlap.trainer_idle)}",
+            f"{waiting.rollout}:{waiting.train}, η = {waiting.max_staleness}, on_stale: wait",
+            quantity(waiting.tokens_per_s),
+            f"{plan.speedup(waiting):.2f}x",
+            duration(waiting.step_s),
+            f"{share(waiting.rollout_idle)}, trainer {share(waiting.trainer_idle)}",
         )
     return table
 
@@ -120,10 +126,12 @@ def advice(plan: Plan) -> list[str]:
         lines.append(
             "Synchronous training on all devices is faster here: answers are alike, or the trainer is the limit."
         )
-    if chosen.masked > MASKED_TELL:
+    if plan.waiting is not None:
+        gain = plan.waiting.tokens_per_s / chosen.tokens_per_s - 1
         lines.append(
-            f"{chosen.masked:.0%} of the tokens are masked, too old when their step comes: the longest answers live "
-            f"longer than {chosen.max_staleness} steps. A higher η or controller.on_stale=wait keeps them."
+            f"{chosen.too_old:.0%} of the tokens are masked or dropped, too old when their step comes: the longest "
+            f"answers live for more than {chosen.max_staleness} steps. controller.on_stale=wait keeps them and gives "
+            f" {f'{gain:.0%} more' if gain > ALIKE else 'no more'}; a higher η or fewer slots help too."
         )
     if chosen.trainer_idle > IDLE_TELL and chosen.rollout_idle < chosen.trainer_idle:
         lines.append(
@@ -174,8 +182,7 @@ def plot(plan: Plan, path: Path) -> None:
     bounds = [str(outcome.max_staleness) for outcome in plan.bounds]
     left.plot(bounds, [outcome.tokens_per_s for outcome in plan.bounds], marker="o", label="asynchronous")
     left.axhline(plan.synchronous.tokens_per_s, color="grey", linestyle="--", label="synchronous")
-    if plan.overlap is not None:
-        left.axhline(plan.overlap.tokens_per_s, color="grey", linestyle=":", label="one step of overlap")
+    left.axhline(plan.overlap.tokens_per_s, color="grey", linestyle=":", label="one step of overlap")
     left.set(xlabel="η", ylabel="trained tokens/s", title=f"{plan.best.rollout}:{plan.best.train}", ylim=(0, None))
     left.legend()
     splits = sorted(plan.splits, key=lambda outcome: outcome.rollout)

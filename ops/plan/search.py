@@ -16,6 +16,7 @@ PARTS = 16  # the devices are dealt out in so many parts, where there are more t
 BESIDE = 2  # splits tried on each side of the one at which both sides could do as much
 SEARCH_SAMPLES = 256
 ALIKE = 0.02  # of the throughput: differences below are noise of a simulation of a few dozen steps
+MASKED = 0.02  # of the tokens masked or dropped, from which on it is looked at how waiting does
 ENOUGH = 0.95  # of what the largest bound gives
 
 Progress = Callable[[str], None]
@@ -25,7 +26,7 @@ Progress = Callable[[str], None]
 class Plan:
     """`splits` under `reference` (η), best first; `bounds`: the best of them under each η, in order.
 
-    `overlap` and its split are None where no split is possible.
+    `waiting` is what is advised, with `on_stale: wait`, where the bound would mask tokens.
     """
 
     devices: int
@@ -35,8 +36,9 @@ class Plan:
     splits: list[Outcome]
     bounds: list[Outcome]
     synchronous: BatchSchedule
-    overlap: BatchSchedule | None
-    overlap_split: tuple[int, int] | None
+    overlap: BatchSchedule
+    overlap_split: tuple[int, int]
+    waiting: Outcome | None = None
 
     @property
     def best(self) -> Outcome:
@@ -68,7 +70,8 @@ class Plan:
             "splits": [outcome.to_json() | {"speedup": self.speedup(outcome)} for outcome in self.splits],
             "bounds": [outcome.to_json() | {"speedup": self.speedup(outcome)} for outcome in self.bounds],
             "synchronous": _json_of(self.synchronous),
-            "one_step_overlap": _json_of(self.overlap) | {"split": self.overlap_split} if self.overlap else None,
+            "one_step_overlap": _json_of(self.overlap) | {"split": self.overlap_split},
+            "waiting": self.waiting.to_json() | {"speedup": self.speedup(self.waiting)} if self.waiting else None,
         }
 
 
@@ -105,7 +108,15 @@ def make_plan(
     for bound in sorted(set(bounds)):
         progress(f"{best[0]}:{best[1]} with η = {bound}")
         outcomes.append(simulate(speeds, with_bound(workload, bound), *best, seed))
-    return Plan(devices, workload, speeds, reference, found, outcomes, together, overlap, overlap_split)
+    plan = Plan(devices, workload, speeds, reference, found, outcomes, together, overlap, overlap_split)
+    advised = plan.advised
+    if advised.too_old < MASKED or workload.controller.on_stale == "wait":
+        return plan
+    progress(f"{best[0]}:{best[1]} with η = {advised.max_staleness}, waiting")
+    config = with_bound(workload, advised.max_staleness).controller.model_copy(update={"on_stale": "wait"})
+    return dataclasses.replace(
+        plan, waiting=simulate(speeds, dataclasses.replace(workload, controller=config), *best, seed)
+    )
 
 
 def with_bound(workload: Workload, bound: int) -> Workload:

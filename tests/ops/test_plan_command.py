@@ -217,6 +217,14 @@ def test_the_best_split_comes_first_and_its_bounds_in_order(plan: Plan) -> None:
     assert plan.advised.tokens_per_s >= 0.95 * max(outcome.tokens_per_s for outcome in plan.bounds)
 
 
+def test_where_the_bound_masks_tokens_it_is_told_what_waiting_gives(plan: Plan) -> None:
+    found = make_plan(plan.speeds, plan.workload, devices=3, bounds=(1,), reference=1, split=(2, 1))
+    assert found.best.too_old > 0.02
+    assert found.waiting is not None
+    assert found.waiting.too_old == 0
+    assert any("controller.on_stale=wait keeps them" in line for line in advice(found))
+
+
 def test_a_plan_can_be_read(plan: Plan) -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(render(plan, 140))
