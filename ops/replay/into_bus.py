@@ -279,15 +279,23 @@ def _furnish(source: LogSource, folder: Path, step: int) -> None:
     weights and of the checkpoint at or before `step`."""
     initial = initial_model_of(source, initial_model(folder))
     if initial != initial_model(folder):
-        shutil.copytree(initial, initial_model(folder))
+        shutil.copytree(initial, initial_model(folder), copy_function=_link)
     if not isinstance(source, RunLog):
         return
     if weights_folder(source.folder).is_dir():
-        shutil.copytree(weights_folder(source.folder), weights_folder(folder))
+        shutil.copytree(weights_folder(source.folder), weights_folder(folder), copy_function=_link)
     checkpoints = source.folder / "checkpoints"
     kept = [path for path in checkpoints.glob("step-*-*") if int(path.name.split("-")[1]) <= step]
     for path in sorted(kept)[-1:]:
-        shutil.copytree(path, folder / "checkpoints" / path.name)
+        shutil.copytree(path, folder / "checkpoints" / path.name, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    """These files are never written again, only replaced, so both runs can share their bytes on one disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _write_private(path: Path, text: str) -> None:
