@@ -218,7 +218,8 @@ def test_the_best_split_comes_first_and_its_bounds_in_order(plan: Plan) -> None:
 
 
 def test_where_the_bound_masks_tokens_it_is_told_what_waiting_gives(plan: Plan) -> None:
-    found = make_plan(plan.speeds, plan.workload, devices=3, bounds=(1,), reference=1, split=(2, 1))
+    speeds = plan.speeds.model_copy(update={"train_token_s": 0.004})
+    found = make_plan(speeds, plan.workload, devices=3, bounds=(1,), reference=1, split=(2, 1))
     assert found.best.too_old > 0.02
     assert found.waiting is not None
     assert found.waiting.too_old == 0
