@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from cli_options import AsJson, LogTarget, NatsUrl, RunName, finish
-from cli_replay import diff, replay, trace
+from ops.commands.options import AsJson, LogTarget, NatsUrl, RunName, finish
+from ops.commands.replay import diff, replay, trace
 
 app = typer.Typer(
     name="rollstream",

@@ -18,8 +18,6 @@ LAYERS = (
     "bus",
     "actors",
     "ops",
-    "cli_options",
-    "cli_replay",
     "cli",
 )  # each may import itself and those before it
 LINES_MAX = 500

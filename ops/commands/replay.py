@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli_options import AsJson, LogTarget, NatsUrl, RunName, finish
+from ops.commands.options import AsJson, LogTarget, NatsUrl, RunName, finish
 
 replay = typer.Typer(
     help="Feed a recorded log back: into a trainer, into the reward function, or into a fresh bus.",
