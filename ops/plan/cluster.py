@@ -81,8 +81,8 @@ class EngineSeconds:
 class Course:
     """What happened: `steps` in order, and after each of them what the engines had done.
 
-    `idle_why` counts by cause how often an engine ran empty, `reward_queued` how many samples had to wait for a reward
-    worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `stale_tokens` of them
+    `idle_why` counts by cause how often an engine ran empty, `reward_queue_s` sums up how long the `samples` had to wait
+    for a reward worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `stale_tokens` of them
     for their age; `untrained_tokens` wait.
     """
 
@@ -93,7 +93,7 @@ class Course:
     dropped_tokens: int = 0
     stale_tokens: int = 0
     untrained_tokens: int = 0
-    reward_queued: int = 0
+    reward_queue_s: float = 0.0
     samples: int = 0
 
 
@@ -249,7 +249,7 @@ class Cluster:
         if not self.speeds.reward_s:
             self._scored(job)
             return
-        self.course.reward_queued += self._reward_free[0] > self.now_s
+        self.course.reward_queue_s += max(0.0, self._reward_free[0] - self.now_s)
         sigma = self.speeds.reward_sigma
         took_s = self.speeds.reward_s * math.exp(sigma * self._rewards.standard_normal() - sigma * sigma / 2)
         done_s = max(self.now_s, heapq.heappop(self._reward_free)) + took_s

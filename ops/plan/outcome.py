@@ -16,6 +16,7 @@ ENGINES_MIN = 1
 RATIO_ERROR = 0.01  # of groups an engine, between the scaled cluster and the real one
 SETTLED_STEPS = 8  # the pace moves by an eighth of a batch a step: so long without a rise, and it has found its limit
 MEASURED_STEPS = 20
+QUEUE_SHARE = 0.05  # of a step: a sample that waits so long for a reward worker holds the trainer up
 STEPS_MAX = 240
 
 
@@ -119,7 +120,8 @@ def _outcome(course: Course, since: int | None, cluster: Cluster, split: tuple[i
     filling = after.prefill_s - before.prefill_s
     updating = after.update_s - before.update_s
     idle = max(0.0, 1 - (decoding + filling + updating) / engine_seconds)
-    queued = course.reward_queued > course.samples / 2
+    queue_s = course.reward_queue_s / max(1, course.samples)
+    queued = queue_s > max(cluster.speeds.reward_s, QUEUE_SHARE * seconds / len(steps))
     decode_steps = max(1, after.steps - before.steps)
     generated = after.row_steps - before.row_steps
     dropped = course.dropped_tokens / max(1, course.generated_tokens)
