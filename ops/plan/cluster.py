@@ -81,9 +81,9 @@ class EngineSeconds:
 class Course:
     """What happened: `steps` in order, and after each of them what the engines had done.
 
-    `idle_why` counts by cause how often an engine ran empty, `reward_queue_s` sums up how long the `samples` had to wait
-    for a reward worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained, `stale_tokens` of them
-    for their age; `untrained_tokens` wait.
+    `idle_why` counts by cause how often an engine ran empty, `reward_queue_s` sums up how long the `samples` had to
+    wait for a reward worker. Of the `generated_tokens` of finished samples `dropped_tokens` ended untrained,
+    `stale_tokens` of them for their age; `untrained_tokens` wait.
     """
 
     steps: list[StepRecord]
