@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bus import jetstream
 from bus.jetstream import JetStreamBus
 from bus.table import CONSUMERS, CONTROL, STEPS, STREAMS, stream_name
 from ops.nats_cluster import NatsCluster
@@ -60,7 +61,9 @@ def test_a_run_goes_on_when_the_server_that_leads_its_streams_dies_for_good(
     assert gap_s < GAP_MAX_S
 
 
-async def test_everything_is_kept_by_as_many_servers_as_are_asked_for_and_a_client_moves_on(tmp_path: Path) -> None:
+async def test_everything_is_kept_by_as_many_servers_as_are_asked_for_and_a_client_moves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams and consumers alike: a consumer on one server only would stop the run with it."""
     cluster = NatsCluster()
     url = await cluster.start(tmp_path)
@@ -73,6 +76,7 @@ async def test_everything_is_kept_by_as_many_servers_as_are_asked_for_and_a_clie
     for consumer in CONSUMERS:
         answer = await bus._api(f"CONSUMER.INFO.{stream_name('run', consumer.stream)}.{consumer.name}")
         assert len(answer["cluster"]["replicas"]) == 2, consumer.name
+    monkeypatch.setattr(jetstream, "CREATE_DEADLINE_S", 0.5)  # by now they have found each other
     other = JetStreamBus("other", url)
     await other.connect()
     with pytest.raises(UserError, match="5 replicas") as caught:
