@@ -17,6 +17,7 @@ BACKOFF_S = 0.05
 BACKOFF_MAX_S = 1.0
 
 WRONG_LAST_SEQUENCE = 10071
+ID_IN_PROCESS = 10158  # in a cluster: an earlier try of this message is still being agreed on
 STORE_FAILED = 10077
 NO_STORAGE = (10023, 10047)
 FULL_WORDS = ("maximum bytes exceeded", "no space left", "insufficient", "resource limits exceeded", "disk quota")
@@ -151,6 +152,8 @@ class Publisher:
                 f"The log cannot store more on {target}: {words}. Nothing was lost. "
                 "Free disk space, purge what is finished and checkpointed, or raise the stream's bytes_max."
             )
+        if code == ID_IN_PROCESS:
+            return
         if 400 <= error["code"] < 500 and error["code"] not in (404, 408, 429):
             raise BusUnavailable(f"the server refuses messages on {target}: {words}")
 
