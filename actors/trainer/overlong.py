@@ -14,7 +14,7 @@ def overlong_penalty(lengths: npt.ArrayLike, *, max_new_tokens: int, tail: float
     ```
     `tail` is in tokens: the penalty begins `tail` before the limit and is `factor` at the limit.
 
-    Source: DAPO 2503.14476 eq. 13.
+    Source: DAPO 2503.14476, "soft overlong punishment".
     """
     over = np.asarray(lengths, dtype=np.float64) - (max_new_tokens - tail)
     return np.minimum(-over / tail * factor, 0.0)

@@ -20,7 +20,7 @@ def cispo(
     ```
     sg stops the gradient. There is no lower bound: a token that became unlikely has a small weight by itself.
 
-    Source: MiniMax-M1 2506.13585 eq. 4 and 5.
+    Source: MiniMax-M1 2506.13585.
     """
     r = bounded_exp(logprobs.detach() - behaviour)
     truncated = r.clamp(max=1 + clip_high)
