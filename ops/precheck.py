@@ -12,13 +12,21 @@ from schemas import UserError
 
 
 def check_files(recipe: Recipe) -> None:
-    """Draw a row of the data, held-out data too, and load the reward function. Raises `UserError`."""
+    """Draw a row of the data, held-out data too, and load the reward, loss and advantage functions.
+
+    Raises `UserError`.
+    """
+    from actors.functions import load_function
     from actors.reward.pool import RewardPool
     from ops.datasets import load_dataset
 
     load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle).row(0)
     if recipe.data.eval is not None:
         load_dataset(recipe.data.eval, recipe.base, seed=recipe.seed, shuffle=False, held_out=True).row(0)
+
+    for named in (recipe.trainer.loss, recipe.trainer.advantage.function):
+        if named is not None and ":" in named:
+            load_function(named, recipe.base)
 
     async def load_reward() -> None:
         pool = RewardPool(recipe.reward, recipe.base)

@@ -14,6 +14,7 @@ steps: 1
 model: {path: nowhere}
 data: {train: train.jsonl, eval: held_out.jsonl}
 reward: {function: "mine.py:reward"}
+trainer: {loss: "learn.py:loss", advantage: {function: "learn.py:advantages"}}
 """
 
 
@@ -22,6 +23,7 @@ def write(folder: Path) -> Path:
         "recipe.yaml": RECIPE,
         "train.jsonl": '{"prompt": "2+3=", "answer": "5"}\n',
         "held_out.jsonl": '{"prompt": "4+4=", "answer": "8"}\n',
+        "learn.py": "def loss(tokens, config): ...\ndef advantages(samples, rewards): ...\n",
         "mine.py": "def reward(response, task):\n    return float(response == task['answer'])\n",
     }
     for name, text in good.items():
@@ -41,6 +43,8 @@ def test_sound_files_pass(tmp_path: Path) -> None:
         ("mine.py", "def reward(response, task:\n", "mine.py"),
         ("mine.py", "def other():\n    return 1.0\n", "reward"),
         ("mine.py", "def reward(response, weather):\n    return 1.0\n", "weather"),
+        ("learn.py", "def los(tokens, config): ...\ndef advantages(samples, rewards): ...\n", "no function loss"),
+        ("learn.py", "def loss(tokens, config): ...\n", "no function advantages"),
     ],
 )
 def test_a_mistake_in_a_file_is_told_with_its_name(tmp_path: Path, file: str, text: str, told: str) -> None:
