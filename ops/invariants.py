@@ -102,6 +102,7 @@ class Auditor:
         self._gated_seq = gated_seq
         self._rules: list[Rules] = []
         self._ends: set[str] = set()
+        self._resumed = False  # since the last end that was announced, maybe for more steps
         self._published_s: dict[int, float] = {}  # by version
         self._eta: dict[int, int] = {}  # the bound of each batch, by step
         self._newest: Batch | None = None
@@ -146,7 +147,9 @@ class Auditor:
 
     def report(self) -> Report:
         """The outcome, after everything was fed."""
-        ended = bool(self._ends) if not self._rules else f"end-{self._rules[-1].steps}" in self._ends
+        ended = bool(self._ends) and not self._resumed
+        if self._rules:
+            ended = f"end-{self._rules[-1].steps}" in self._ends
         self._settle_samples(ended)
         self._settle_gate()
         log = self.checks["log"]
@@ -173,8 +176,11 @@ class Auditor:
     def _control(self, entry: Entry) -> None:
         control = entry.message()
         assert isinstance(control, Control)
+        if control.action == "start":
+            self._resumed = True
         if control.action == "stop":
             self._ends.add(control.nonce)
+            self._resumed = False
         elif control.action == "start":
             rules = self._rules_of(control, entry.time_s)
             if rules is not None:

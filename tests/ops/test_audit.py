@@ -304,6 +304,21 @@ def test_a_rollout_that_was_long_on_its_way_to_the_log_is_no_breach() -> None:
     assert report.totals["partials overtaken"] == 1
 
 
+def test_a_run_that_was_resumed_after_its_end_has_not_ended_though_its_rules_are_unknown() -> None:
+    """Its samples are at work and not lost. Found by simulation, in audits of running logs."""
+    log = whole_run()
+    log.put(Control(action="start", nonce="again", recipe="of a newer program"))
+    for prompt in prompts(90, 9):
+        log.put(prompt)
+    auditor = Auditor()
+    for stream in READ_ORDER:
+        for entry in log.entries[stream.name]:
+            auditor.feed(entry)
+    report = auditor.report()
+    assert not report.ended
+    assert report.totals["open"] == SIZE
+
+
 def test_dead_letters_are_listed_and_bytes_that_do_not_decode_counted() -> None:
     """A malformed message is no breach as long as its sample has an end."""
     log = whole_run()
