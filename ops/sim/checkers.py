@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,11 +31,16 @@ from ops.sim.fakes import (
     reward_of,
     token_of,
 )
-from ops.sim.scenario import Scenario
+from ops.sim.scenario import Scenario, kind_of
 from ops.sim.world import RUN, World
 from schemas import Batch, Control, Dropped, MalformedMessage, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion
 
 Key = tuple[int, int]  # (group id, index) of a sample
+# Faults that make a message come again: so often, and it is held to kill its workers.
+DISTURBING: Final = frozenset(
+    {"kill", "power", "term", "stall", "partition", "restart", "drain", "lost_ack", "duplicate", "lost_answer"}
+    | {"slow_call", "crash_before", "crash_after", "crash_at_disk"}
+)
 
 
 class Checker:
@@ -240,7 +245,9 @@ class Checker:
         self.world.count(f"dropped: {dropped.reason}")
         late = dropped.reason == "stale" and self.rules.on_stale == "wait" and self._steady
         self._hold("I1", not late, f"{name} is dropped for its age, though the batches wait for it")
-        self._hold("I2", dropped.reason != "dead_letter", f"{name} is given up without need: {dropped.detail}")
+        if dropped.reason == "dead_letter":
+            disturbed = DISTURBING.intersection(map(kind_of, self.world.struck))
+            self._hold("I2", bool(disturbed), f"{name} is given up without need: {dropped.detail}")
         self.dropped[key] = dropped.reason
         if dropped.group_id in self.group_ends:
             self.group_ends[dropped.group_id] += 1

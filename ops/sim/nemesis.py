@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.memory import MemoryBus
-from bus.port import BusFull
+from bus.port import BusFull, BusUnavailable
 from bus.table import DROPPED, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS
+from ops.audit import audit_log
+from ops.log_source import RunLog
+from ops.sim.network import SimBus
 from ops.sim.scenario import TIMED
 from ops.sim.world import RUN, Process, World
-from schemas import Control
+from schemas import Control, UserError
 
 if TYPE_CHECKING:
     from ops.sim.run import _Launcher
@@ -28,6 +32,7 @@ class Nemesis:
     def __init__(self, world: World, launcher: _Launcher) -> None:
         self._world = world
         self._launcher = launcher
+        self._audits = 0
         self._strikes: dict[str, Callable[[random.Random, Process], None]] = {
             "kill": self._kill,
             "term": self._term,
@@ -41,6 +46,7 @@ class Nemesis:
             "power": self._power,
             "lease": self._lease,
             "garbage": self._garbage,
+            "audit": self._audit,
         }
 
     def works(self) -> list[Coroutine[Any, Any, None]]:
@@ -147,3 +153,19 @@ class Nemesis:
         log = self._world.hub.runs[RUN].logs[dice.choice(ANYBODY_WRITES).name]
         if log.stream.name not in self._world.hub.full:
             log.store("garbage" if log.stream.keyed else "", dice.randbytes(dice.randint(0, 40)), {})
+
+    def _audit(self, dice: random.Random, process: Process) -> None:
+        self._audits += 1
+        auditor = Process(self._world, "audit", self._audits)
+        auditor.create_task(self._audited(SimBus(auditor)))
+
+    async def _audited(self, bus: SimBus) -> None:
+        """A sound log must be found sound at every moment."""
+        try:
+            audit = await audit_log(RunLog(bus, Path("nowhere"), ""))
+        except (BusUnavailable, UserError):  # it cannot be reached just now
+            return
+        self._world.count("a running log was audited")
+        for check in audit.report.checks:
+            for example in check.examples[:1]:
+                self._world.violate("audit", f"{check.name}, while it goes on: {example}")

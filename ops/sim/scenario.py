@@ -31,6 +31,7 @@ TIMED: Final[dict[str, str]] = {
     "pause": "the user pauses the run and resumes it",
     "drain": "the user stops the run in order and resumes it",
     "garbage": "somebody stores bytes that are no message",
+    "audit": "the user audits the run while it goes on",
 }
 # Faults that strike at a call, by probability.
 AT_CALL: Final[dict[str, str]] = {
