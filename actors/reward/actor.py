@@ -140,7 +140,7 @@ class RewardWorker:
             "invalid": f"returned no finite number ({verdict.detail})",
         }[verdict.status]
         return UserError(
-            f"The reward function {self.config.function} {what} {self._in_a_row} times in a row.",
+            f"The reward function {self.config.function} {what} {FAILURES_MAX} times in a row.",
             "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept and will be scored then.",
         )
 
