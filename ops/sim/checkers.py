@@ -67,6 +67,7 @@ class Checker:
         self.steps = 0
         self.garbage = 0  # entries that are no message
         self.ended = False
+        self.progress_s = 0.0  # when the newest version was published, or the end announced
         self.final_states: set[str] = set()  # when the end was announced
         self._on: dict[str, Callable[[Entry, Any], None]] = {
             PROMPTS.name: self._prompt,
@@ -269,6 +270,7 @@ class Checker:
             self.state = next_state(self.state, version - 1, self._samples(self.batches[version - 1]))
         self._hold("I7", contents == bytes_of(version, self.state), f"version {version} is not what the log gives")
         self.newest = event.version
+        self.progress_s = self.world.loop.time()
         self.digests.append(event.digest)
 
     def _samples(self, batch: Batch) -> list[TrainSample]:
@@ -316,6 +318,7 @@ class Checker:
         if control.action == "stop":
             self._hold("I8", self.newest >= self.rules.steps, f"the end is announced at version {self.newest}")
             self.ended = True
+            self.progress_s = self.world.loop.time()
             self.final_states.add(self.state)
 
     @staticmethod

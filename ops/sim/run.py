@@ -51,7 +51,8 @@ from ops.sim.scenario import Scenario, kind_of
 from ops.sim.world import RUN, Process, Violation, World
 from schemas import Control, UserError
 
-CALM_S: Final = 600.0  # virtual time that a run may take after the last fault
+CALM_S: Final = 600.0  # virtual time after the last fault in which a new version must come, and after that the end
+LOOK_S: Final = 30.0
 DRAIN_S: Final = 30.0
 LEFT_S: Final = 60.0  # for what a killed process leaves to end
 CHILDREN: Final = 2
@@ -150,15 +151,12 @@ class _Launcher:
         await self._start()
         side = [world.loop.create_task(work) for work in self.nemesis.works()]
         try:
-            async with asyncio.timeout(world.scenario.quiet_s + CALM_S):
+            await self._until_done()
+            if world.scenario.more_steps and not world.violations:
+                world.note("the run is resumed for more steps")
+                self.recipe = dataclasses.replace(self.recipe, steps=self.recipe.steps + world.scenario.more_steps)
+                await self._start()
                 await self._until_done()
-                if world.scenario.more_steps and not world.violations:
-                    world.note("the run is resumed for more steps")
-                    self.recipe = dataclasses.replace(self.recipe, steps=self.recipe.steps + world.scenario.more_steps)
-                    await self._start()
-                    await self._until_done()
-        except TimeoutError:
-            world.violate("I8", f"no end {CALM_S:.0f} s after the last fault; {self._state()}")
         finally:
             for task in side:
                 task.cancel()
@@ -190,9 +188,12 @@ class _Launcher:
 
     async def _until_done(self) -> None:
         while not self.world.failed.is_set() and not (all(spec.done for spec in self.specs) and not self.alive):
+            now_s = self.world.loop.time()
+            if now_s > max(self.world.scenario.quiet_s, self.checker.progress_s) + CALM_S:
+                self.world.violate("I8", f"no progress for {CALM_S:.0f} s without a fault; {self._state()}")
             self.changed.clear()
             waiting = [self.world.loop.create_task(event.wait()) for event in (self.changed, self.world.failed)]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
 
