@@ -266,8 +266,22 @@ def test_the_command_answers_in_json_and_draws(tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     assert [outcome["max_staleness"] for outcome in found["bounds"]] == [0, 2]
+    assert found["reference_staleness"] == 2
     assert sum(found["advice"]["split"]) == 3
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_says_how_batches_are_formed_and_how_many_slots_there_are() -> None:
+    recipe = Path(cli.__file__).parent / "recipes" / "running_total.yaml"
+    arguments = ["plan", str(recipe), "rollout.slots=48", "controller.max_staleness=1", "--devices", "2"]
+    arguments += ["--hardware", "cpu-running-total", "--lengths", "fixed=9", "--split", "1:1", "--staleness", "1,2"]
+    answer = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["speeds"]["slots"] == 48
+    assert found["reference_staleness"] == 1
+    tokens = found["bounds"][0]["tokens_per_s"] * found["bounds"][0]["step_s"]
+    assert tokens == pytest.approx(16 * 8 * 9, rel=0.01)
 
 
 def test_answers_that_grow_are_planned_for_twice(tmp_path: Path) -> None:
