@@ -160,7 +160,9 @@ class _Launcher:
         finally:
             for task in side:
                 task.cancel()
-            await asyncio.gather(*side, return_exceptions=True)
+            for ended in await asyncio.gather(*side, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
         if not world.violations:
             self.checker.finish(world.hub)
             await self._settle()
@@ -187,7 +189,7 @@ class _Launcher:
                 self.world.count("two controllers lead")
 
     async def _until_done(self) -> None:
-        while not self.world.failed.is_set() and not (all(spec.done for spec in self.specs) and not self.alive):
+        while not self.world.failed.is_set() and (self.draining or self.alive or not all(s.done for s in self.specs)):
             now_s = self.world.loop.time()
             if now_s > max(self.world.scenario.quiet_s, self.checker.progress_s) + CALM_S:
                 self.world.violate("I8", f"no progress for {CALM_S:.0f} s without a fault; {self._state()}")
