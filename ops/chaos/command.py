@@ -20,6 +20,7 @@ from ops.chaos.judge import Outcome, judge
 from ops.chaos.report import report
 from ops.chaos.target import Target
 from ops.host import initial_model
+from ops.logging import configure
 from ops.nats_cluster import NatsCluster, cluster
 from ops.recipe import load_recipe
 from schemas import UserError
@@ -69,6 +70,7 @@ async def chaos(hunt: Hunt) -> int:
     machine = describe_machine()
     place = (hunt.folder or Path(tempfile.mkdtemp(prefix="rollstream-chaos-"))).resolve()
     place.mkdir(parents=True, exist_ok=True)
+    configure(place / "chaos.jsonl", actor="chaos", console=False)
     say("making the model that all runs start from")
     made = ("cli", "sft", str(hunt.recipe), *hunt.overrides, "--dir", str(place / "warm"))
     await run_command(made, place / "warm.txt")
