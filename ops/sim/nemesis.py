@@ -33,6 +33,7 @@ class Nemesis:
         self._world = world
         self._launcher = launcher
         self._audits = 0
+        self._user = asyncio.Lock()
         self._strikes: dict[str, Callable[[random.Random, Process], None]] = {
             "kill": self._kill,
             "term": self._term,
@@ -126,15 +127,16 @@ class Nemesis:
         self._world.loop.create_task(self.published(control), context=self._world.context)
 
     async def published(self, control: Control) -> None:
-        """What the user does is repeated until it is stored."""
+        """What the user does is repeated until it is stored, one thing after another."""
         bus = MemoryBus(RUN, self._world.hub)
-        while True:
-            try:
-                await bus.publish(control)
-            except BusFull:
-                await asyncio.sleep(AGAIN_S)
-            else:
-                return
+        async with self._user:
+            while True:
+                try:
+                    await bus.publish(control)
+                except BusFull:
+                    await asyncio.sleep(AGAIN_S)
+                else:
+                    return
 
     def _drain(self, dice: random.Random, process: Process) -> None:
         self._launcher.drain("the user wants it")
