@@ -34,6 +34,13 @@ class Cut:
 
 
 async def cut_of(log: Measured) -> Cut:
-    """A consistent cut of a log, now."""
-    gated_seq = (await log.info(PROMPTS)).last_seq
-    return Cut(gated_seq, {stream.name: await log.info(stream) for stream in CUT_ORDER})
+    """A consistent cut of a log, now: nothing was started or ended while it was measured.
+
+    Else it could hold the end of a run without the last batch, as if samples had been lost.
+    """
+    while True:
+        controls = (await log.info(CONTROL)).last_seq
+        gated_seq = (await log.info(PROMPTS)).last_seq
+        cut = Cut(gated_seq, {stream.name: await log.info(stream) for stream in CUT_ORDER})
+        if cut.of(CONTROL).last_seq == controls:
+            return cut
