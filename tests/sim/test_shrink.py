@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-from rich.console import Console
-
-from ops.sim import command
 from ops.sim.run import Outcome
 from ops.sim.scenario import Scenario
 from ops.sim.shrink import shrink
@@ -56,27 +51,3 @@ def test_shrinking_ends_with_its_time() -> None:
     run = world_in_which(lambda scenario, struck: "I3")
     failed = run(BIG)
     assert shrink(failed, run, seconds=0.0) is failed
-
-
-def test_a_failing_seed_is_shrunk_kept_and_fails_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = world_in_which(lambda scenario, struck: "I3" if "kill:7" in struck else "")
-    monkeypatch.setattr(command, "simulate", run)
-    monkeypatch.setattr(command, "shrink", lambda failed: shrink(failed, run))
-    monkeypatch.setattr(command, "digests", lambda first, count: {"0": "same", "1": "same"})
-    kept = tmp_path / "regressions.txt"
-    kept.touch()
-    assert command.main(0, 2, 1, None, kept) == 1
-    assert "BROKEN I3" in capsys.readouterr().out
-    assert [scenario.only for scenario in command.read_regressions(kept)] == [("kill:7",), ("kill:7",)]
-
-
-def test_seeds_that_do_not_repeat_fail_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "digests", lambda first, count: {"0": "one", "1": "other"})
-    assert command.main(0, 1, 1, None, None) == 1
-
-
-def test_several_processes_count_as_one_does() -> None:
-    alone, two = (command.run_seeds(0, 6, jobs, None, Console(quiet=True)) for jobs in (1, 2))
-    assert (alone.seeds, alone.faults, alone.situations) == (two.seeds, two.faults, two.situations)
