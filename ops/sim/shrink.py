@@ -117,7 +117,7 @@ class _Shrinker:
         used = {kind_of(fault) for fault in self.best.scenario.only or ()}
         kept = {kind: rate for kind, rate in self.best.scenario.faults.items() if kind in used}
         if kept != self.best.scenario.faults and not self._fails(faults=kept):
-            for kind in list(self.best.scenario.faults.keys() - used):
+            for kind in sorted(self.best.scenario.faults.keys() - used):
                 self._fails(faults={other: rate for other, rate in self.best.scenario.faults.items() if other != kind})
 
 
