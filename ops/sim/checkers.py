@@ -32,10 +32,12 @@ from ops.sim.fakes import (
     token_of,
 )
 from ops.sim.scenario import Scenario, kind_of
-from ops.sim.world import RUN, World
+from ops.sim.world import PROCESS, RUN, Process, World
 from schemas import Batch, Control, Dropped, MalformedMessage, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion
 
 Key = tuple[int, int]  # (group id, index) of a sample
+# Faults for which a worker may end before all its prefixes are stored.
+HINDERING: Final = frozenset({"slow_call", "lost_answer", "partition", "restart", "power", "stall", "full"})
 # Faults that make a message come again: so often, and it is held to kill its workers.
 DISTURBING: Final = frozenset(
     {"kill", "power", "term", "stall", "partition", "restart", "drain", "lost_ack", "duplicate", "lost_answer"}
@@ -63,7 +65,8 @@ class Checker:
         self.batches: list[Batch] = []
         self.trained: dict[Key, int] = {}  # -> step
         self.dropped: dict[Key, str] = {}  # -> reason
-        self.partials: dict[Key, Partial] = {}
+        self.partials: dict[Key, list[Partial]] = {}  # all that were stored, in order
+        self._known: dict[tuple[str, Key], int] = {}  # how many of them, as a process was first given a prompt
         self.steps = 0
         self.garbage = 0  # entries that are no message
         self.ended = False
@@ -155,7 +158,33 @@ class Checker:
     def _partial(self, entry: Entry, partial: Partial) -> None:
         key = partial.group_id, partial.index
         self._true_tokens("partial", key, partial)
-        self.partials[key] = partial
+        self.partials.setdefault(key, []).append(partial)
+
+    def given(self, process: Process, entry: Entry) -> None:
+        """A process was given an entry of a queue."""
+        if entry.stream is PROMPTS and entry.sample is not None:
+            self._known.setdefault((process.label, entry.sample), len(self.partials.get(entry.sample, ())))
+
+    def left(self, process: Process) -> None:
+        """A process ended in order: what its engine had begun must be in the log."""
+        if HINDERING.intersection(map(kind_of, self.world.struck)):
+            return
+        for name, tokens in process.handed_over:
+            group, index = map(int, name.split("-"))
+            kept = {len(partial.tokens) for partial in self.partials.get((group, index), ())}
+            self._hold("I5", tokens in kept, f"{process} has left and took {tokens} tokens of {name} with it")
+
+    def _continued(self, key: Key, rollout: Rollout) -> None:
+        """Whoever is given a prompt goes on from its newest prefix, or from one that is stored later."""
+        process = PROCESS.get()
+        known = self._known.get((process.label, key)) if process is not None else None
+        if not known or "stale_read" in map(kind_of, self.world.struck):
+            return
+        begins = any(
+            np.array_equal(rollout.tokens[: len(partial.tokens)], partial.tokens)
+            for partial in self.partials[key][known - 1 :]
+        )
+        self._hold("I5", begins, f"{process} has finished {rollout.sample_id} and not begun with its kept prefix")
 
     def _rollout(self, entry: Entry, rollout: Rollout) -> None:
         key = rollout.group_id, rollout.index
@@ -167,6 +196,7 @@ class Checker:
         self._hold("I5", len(rollout.tokens) == length, f"{rollout.sample_id} ends after {len(rollout.tokens)} tokens")
         same = tuple(rollout.prompt_tokens.tolist()) == prompt_tokens_of(prompt.prompt) and rollout.task == prompt.task
         self._hold("log", same, f"rollout {rollout.sample_id} is of another prompt")
+        self._continued(key, rollout)
         if rollout.resumed:
             self.world.count("a partial answer was continued by another worker")
         if len(rollout.segments) > 1:

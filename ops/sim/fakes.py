@@ -388,6 +388,8 @@ class FakeEngine:
 
     def _release(self) -> None:
         for row in (*self._running, *self._waiting):
+            if row.tokens and not row.future.done():
+                self._process.handed_over.append((row.request.sample_id, len(row.tokens)))
             row.resolve(None)
         self._running.clear()
         self._waiting.clear()

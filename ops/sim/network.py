@@ -318,6 +318,8 @@ class _Subscription:
     def _receive(self, taken: list[Delivery]) -> None:
         self._asked -= len(taken)
         if self._bus.world.reaches(self._bus.process) and not self._bus.process.dead:
+            for delivery in taken:
+                self._bus.world.on_given(self._bus.process, delivery.entry)
             self._came.extend(_Delivery(self._bus, delivery) for delivery in taken)
         else:
             self._bus.world.count("a delivery was lost on its way")

@@ -135,6 +135,7 @@ class _Launcher:
         self.disk = Disk()
         self.checker = Checker(world, self.disk)
         world.on_stored = self._stored
+        world.on_given = self.checker.given
         world.on_killed = self._killed
         self.specs = [Spec(name, actors) for name, actors in _layout(world.scenario)]
         self.alive: list[Process] = []  # also those that were stopped and succeeded
@@ -305,6 +306,8 @@ class _Launcher:
         error = task.exception()
         how = repr(error) if error else "done" if task.result() else "stopped"
         self.world.note(f"ended: {how}", process)
+        if error is None:
+            self.checker.left(process)
         mendable = self._judge(process, error)
         if mendable and not self.draining:
             self.drain(f"{process} ended")

@@ -58,6 +58,7 @@ class Process:
         self.cut_until_s = 0.0  # reaches the log again then
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.stop = asyncio.Event()  # SIGTERM
+        self.handed_over: list[tuple[str, int]] = []  # sample ids and tokens that its engine returned unfinished
         self.clock = ProcessClock(self)
         self.held: list[Callable[[], None]] = []
         self.context = copy_context()
@@ -202,6 +203,7 @@ class World:
         self.hub = MemoryHub(scenario.dedupe_window_s, self._stored)
         self.context = copy_context()
         self.on_stored: Callable[[Entry], None] = lambda entry: None
+        self.on_given: Callable[[Process, Entry], None] = lambda process, entry: None
         self.on_killed: Callable[[Process], None] = lambda process: None
         self.situations: Counter[str] = Counter()
         self.struck: list[str] = []
