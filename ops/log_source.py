@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,13 +18,14 @@ from bus.table import CONTROL, Stream
 from ops.folders import find_folder
 from ops.host import initial_model
 from ops.launch import locate
-from ops.nats_server import NatsServer, url_of
+from ops.nats_server import START_TIMEOUT_S, NatsServer, in_use, url_of
 from ops.recording.cut import Cut, cut_of
 from ops.recording.format import SUFFIX
 from ops.recording.reader import Recording, open_recording
 from schemas import Control, MalformedMessage, UserError
 
 SILENCE_S = 30.0  # an entry that is there and does not come for so long never will
+LOOK_S = 0.1  # how often a reader looks whether the server that it reads from is still there
 
 
 class LogSource(Protocol):
@@ -191,18 +193,50 @@ async def read_to_end(bus: Bus, stream: Stream, start: int = 1, stop: int | None
 
 @contextlib.asynccontextmanager
 async def server_of(folder: Path, url: str) -> AsyncIterator[str]:
-    """The URL of a server that holds the run: the one that runs, or one of our own on the run's store."""
-    own = url_of(folder)
-    if own is None:
+    """The URL of a server that holds the run: the one that runs, or one of our own on the run's store.
+
+    Whoever started the one that runs may end before we do: the run, or another reader of one that has ended. Then one
+    of our own takes its place, on its port, where clients look for it by themselves.
+    """
+    if url_of(folder) is None:
         yield url
-    elif await asyncio.to_thread(_answers, own):
+        return
+    server = NatsServer()
+    standing_by: asyncio.Task[None] | None = None
+    try:
+        own = await _joined(server, folder)
+        standing_by = asyncio.create_task(_stand_by(server, folder), name="stands by for the server")
         yield own
-    else:
-        server = NatsServer()
-        try:
-            yield await server.start(folder)
-        finally:
-            await server.stop()
+    finally:
+        if standing_by is not None:
+            standing_by.cancel()
+            await asyncio.gather(standing_by, return_exceptions=True)
+        await server.stop()
+
+
+async def _joined(server: NatsServer, folder: Path) -> str:
+    """The URL of the folder's server, which is started if none runs. Raises `UserError`."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        if in_use(folder) and time.monotonic() < deadline_s:
+            own = url_of(folder)
+            if own is not None and await asyncio.to_thread(_answers, own):
+                return own
+        else:
+            try:
+                return await server.start(folder)
+            except UserError:
+                if not in_use(folder) or time.monotonic() > deadline_s:
+                    raise  # else another reader was faster
+        await asyncio.sleep(LOOK_S)
+
+
+async def _stand_by(server: NatsServer, folder: Path) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if not in_use(folder):
+            with contextlib.suppress(UserError):  # another reader was faster
+                await server.start(folder)
 
 
 def _answers(url: str) -> bool:

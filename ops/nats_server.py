@@ -80,6 +80,18 @@ def url_of(folder: Path) -> str | None:
         return None
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a server for this run folder runs, or one is being started or ended."""
+    try:
+        lock = os.open(_paths(folder)["lock"], os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _locked(lock)
+    finally:
+        os.close(lock)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Membership:
     """What a server of a cluster is told: its own name, its port for the others, and the ports of all, on 127.0.0.1.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from bus.port import BusUnavailable, Entry
 from bus.table import PARTIALS, PROMPTS, ROLLOUTS
 from ops import log_source
 from ops.invariants import READ_ORDER
-from ops.log_source import LogSource, initial_model_of, open_log
-from ops.nats_server import NatsServer
+from ops.log_source import LogSource, initial_model_of, open_log, server_of
+from ops.nats_server import NatsServer, in_use
 from ops.record import main as record_main
 from ops.recording.reader import Recording
 from schemas import UserError
@@ -101,3 +103,22 @@ async def test_what_is_not_there_is_told(target: str, tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"There is no run 'nowhere'|nowhere.rollstream cannot be read: No such file"):
         async with open_log(target):
             pass
+
+
+async def test_readers_of_an_ended_run_share_its_server_and_outlive_whoever_started_it(tmp_path: Path) -> None:
+    """The second one was refused while the first one's server came up, or lost it in the midst."""
+    folder = tmp_path / RUN
+    server = NatsServer()
+    await server.start(folder)
+    await server.stop()
+    async with contextlib.AsyncExitStack() as first, contextlib.AsyncExitStack() as second:
+        urls = await asyncio.gather(*(stack.enter_async_context(server_of(folder, "")) for stack in (first, second)))
+        assert urls[0] == urls[1]
+        bus = JetStreamBus(RUN, urls[0], "reader")
+        await bus.connect()
+        for last in (first, second):  # one of them started the server
+            async with server_of(folder, "") as url:
+                await last.aclose()
+                assert (url, await bus.exists()) == (urls[0], False)
+        await bus.close()
+    assert not in_use(folder)
