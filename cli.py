@@ -87,6 +87,10 @@ def up(
     nats: NatsUrl = None,
     run_name: RunName = None,
     count: Annotated[int, typer.Option("--count", min=1, max=1024, help="How many of them.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, max=4096, help="Processes of the trainer; trainer.ranks if left out."),
+    ] = None,
 ) -> None:
     """Add actors to a run, from any machine that reaches its NATS server. Ctrl-C takes them away again.
 
@@ -95,6 +99,7 @@ def up(
     ```
     rollstream up rollout --run runs/running-total-20250101-120000 --count 2
     rollstream up rollout --nats nats://user:password@host:4222 --run-name running-total-20250101-120000
+    rollstream up trainer --run runs/running-total-20250101-120000 --ranks 2   # of a run with trainer.ranks=0
     ```
     """
     from ops.folders import find_folder
@@ -105,7 +110,7 @@ def up(
     from ops import launch
 
     folder = find_folder(run_folder) if nats is None else None
-    finish(launch.up(role, run_name, nats, folder, count))
+    finish(launch.up(role, run_name, nats, folder, count, ranks=ranks))
 
 
 @app.command()

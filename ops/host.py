@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import os
 import signal
 import sys
 import time
@@ -100,6 +101,10 @@ def main(spec: ProcessSpec) -> None:
     recipe = Recipe.from_yaml(spec.recipe_yaml)
     configure(spec.folder / "logs" / f"{spec.name}.jsonl", run=spec.run, actor=spec.name)
     spec.error_file.unlink(missing_ok=True)
+    if spec.actors[0][0] == "trainer" and recipe.trainer.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        from ops.trainer_job import run_job
+
+        sys.exit(run_job(spec, recipe))
     try:
         done = _run(host(spec, recipe))
     except Exception as error:
@@ -269,11 +274,13 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from actors.trainer.actor import Trainer
         from actors.trainer.checkpoint import Checkpoints
+        from actors.trainer.torch_ranks import TorchRanks, in_a_job
         from bus.weights import WeightStore
         from ops.trained_model import export_model, load_learner, weights_of
 
         initial = initial_model(spec.folder)
-        learner = load_learner(recipe, initial)
+        ranks = TorchRanks() if in_a_job() else None
+        learner = load_learner(recipe, initial, ranks)
         return Trainer(
             bus,
             recipe.trainer,
@@ -284,6 +291,7 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             WeightStore(weights_folder(spec.folder)),
             Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
             name,
+            ranks,
         )
 
     return _Lazy(build)

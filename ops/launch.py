@@ -104,11 +104,18 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
 
 
 async def up(
-    role: Role, run: str | None, nats: str | None, folder: Path | None, count: int = 1, name: str | None = None
+    role: Role,
+    run: str | None,
+    nats: str | None,
+    folder: Path | None,
+    count: int = 1,
+    name: str | None = None,
+    ranks: int | None = None,
 ) -> int:
     """Add actors of one role to a run that is going on, until it ends or Ctrl-C.
 
-    The run is found by its folder, or by the server's URL and the run's name; its recipe comes from the bus.
+    The run is found by its folder, or by the server's URL and the run's name; its recipe comes from the bus. `ranks`
+    are those of a trainer, for `trainer.ranks` of the recipe.
     """
     from ops.logging import configure
 
@@ -117,12 +124,25 @@ async def up(
     bus = JetStreamBus(where.run, where.url, f"up-{role}")
     await bus.connect()
     try:
-        start = await _start_of(bus, where.run)
+        start = await start_of(bus, where.run)
         if folder is None:
             where = dataclasses.replace(where, folder=Path(start.detail))
-        return await _join(role, where, bus, start.recipe, count, name)
+        return await _join(role, where, bus, _with_ranks(start.recipe, role, count, ranks), count, name)
     finally:
         await bus.close()
+
+
+def _with_ranks(recipe_yaml: str, role: Role, count: int, ranks: int | None) -> str:
+    """The recipe with the ranks that the command line asks for. Raises `UserError`."""
+    if role != "trainer":
+        if ranks is not None:
+            raise UserError(f"--ranks is for a trainer, not for a {role}.", "Use --count for several of them.")
+        return recipe_yaml
+    if count > 1:
+        raise UserError("A run has one trainer; --count would start several.", "Use --ranks for one of many processes.")
+    recipe = Recipe.from_yaml(recipe_yaml)
+    wanted = ranks or max(recipe.trainer.ranks, 1)
+    return recipe.changed([f"trainer.ranks={wanted}"], "the recipe on the bus").to_yaml()
 
 
 async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int, name: str | None) -> int:
@@ -317,7 +337,7 @@ def _write_private(path: Path, content: dict[str, object]) -> None:
     aside.replace(path)
 
 
-async def _start_of(bus: Bus, run: str) -> Control:
+async def start_of(bus: Bus, run: str) -> Control:
     """The newest start of the run. Raises `UserError` if there is none."""
     if not await bus.exists():
         raise UserError(f"The server has no run named {run}.", "Check the name with `rollstream status`.")
@@ -336,7 +356,7 @@ def specs(recipe: Recipe, where: Where) -> list[ProcessSpec]:
     """The processes of a run on one machine: heavy actors have one each, the light ones share one by default."""
     light: list[tuple[Role, str]] = [("controller", "controller")]
     light.extend(("reward", f"reward-{i}") for i in range(recipe.reward.workers))
-    heavy: list[tuple[Role, str]] = [("trainer", "trainer")]
+    heavy: list[tuple[Role, str]] = [("trainer", "trainer")] if recipe.trainer.ranks else []
     heavy.extend(("rollout", f"rollout-{i}") for i in range(recipe.rollout.workers))
     together = [tuple(light)] if recipe.processes == "shared" else [(actor,) for actor in light]
     text = recipe.to_yaml()

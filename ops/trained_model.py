@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actors.trainer.learner import Learner
+    from actors.trainer.ranks import Ranks
 
 
-def load_learner(recipe: Recipe, initial: Path) -> Learner:
+def load_learner(recipe: Recipe, initial: Path, ranks: Ranks | None = None) -> Learner:
     """A learner with the model in the folder `initial`, in float32, at step 0. Sets this process's torch threads."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -25,11 +26,14 @@ def load_learner(recipe: Recipe, initial: Path) -> Learner:
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
-    return learner_of(model, recipe, initial)
+    return learner_of(model, recipe, initial, ranks)
 
 
-def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path) -> Learner:
-    """A learner for `model` as the recipe says, at step 0; `initial` is the folder of version 0."""
+def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path, ranks: Ranks | None = None) -> Learner:
+    """A learner for `model` as the recipe says, at step 0; `initial` is the folder of version 0.
+
+    With `ranks` it is one of several, and holds a whole model as each of them does.
+    """
     from actors.trainer.learner import Learner
 
     return Learner(
@@ -39,6 +43,7 @@ def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path) -> Learner
         max_new_tokens=recipe.rollout.max_new_tokens,
         base=recipe.base,
         initial=initial,
+        ranks=ranks,
     )
 
 

@@ -301,8 +301,8 @@ class Batch(Message):
     """Controller → every trainer rank: the write-ahead record of optimizer step `step`.
 
     Parallel arrays of n samples: `group_ids` int64[n], `indices` int32[n], `rollout_seqs` int64[n] (where the tokens
-    are), `rewards` float64[n]. A token of version w is trained iff `step - w <= max_staleness`; every rank derives that
-    mask alike.
+    are), `rewards` float64[n], `lengths` int32[n] (prompt and response tokens, by which ranks share the work; empty in
+    older logs). A token of version w is trained iff `step - w <= max_staleness`; every rank derives that mask alike.
 
     The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
     ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very
@@ -321,11 +321,14 @@ class Batch(Message):
     marks: dict[str, float] = numbers(())
     dropped: list[list[str]] = data(())
     seen: dict[str, float] = numbers(())
+    lengths: IntArray = array("<i4", ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not len(self.group_ids) == len(self.indices) == len(self.rollout_seqs) == len(self.rewards):
             raise MalformedMessage("batch: its arrays differ in length")
+        if len(self.lengths) not in (0, len(self.rewards)):
+            raise MalformedMessage("batch.lengths must hold a number for each sample, or none")
         if not isinstance(self.dropped, list) or not all(map(_is_dropped, self.dropped)):
             raise MalformedMessage("batch.dropped must be triples [sample_id, reason, tokens]")
 

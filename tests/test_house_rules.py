@@ -35,14 +35,14 @@ TORCH = {
     "actors/trainer/losses/sapo.py", "actors/trainer/m2po.py", "actors/trainer/objective.py",
     "actors/trainer/opsm.py", "actors/trainer/optimizer.py", "actors/trainer/plan.py", "actors/trainer/proximal.py",
     "actors/trainer/reference.py", "actors/trainer/sequences.py", "actors/trainer/sft.py", "actors/trainer/tally.py",
-    "actors/trainer/value_loss.py",
+    "actors/trainer/torch_ranks.py", "actors/trainer/value_loss.py",
     "ops/preload.py",
 }  # fmt: skip
 LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
     "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py",
-    "actors/trainer/gae.py", "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/samples.py",
-    "actors/trainer/sections.py",
+    "actors/trainer/gae.py", "actors/trainer/outline.py", "actors/trainer/overlong.py", "actors/trainer/presets.py",
+    "actors/trainer/ranks.py", "actors/trainer/samples.py", "actors/trainer/sections.py",
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "safetensors")
 

@@ -253,6 +253,7 @@ class ControllerCore:
             marks=self._marks(),
             dropped=dropped,
             seen=self._seen.means(),
+            lengths=np.array([answer.prompt_length + answer.length for answer in answers], "<i4"),
         )
 
     def _marks(self) -> dict[str, float]:

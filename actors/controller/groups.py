@@ -16,6 +16,7 @@ class Answer:
     rollout_seq: int
     reward: float
     segments: Segments
+    prompt_length: int = 0  # tokens
     length: int = dataclasses.field(init=False)  # tokens in the response
     oldest: int | None = dataclasses.field(init=False)  # policy version among its tokens; None without tokens
     newest: int | None = dataclasses.field(init=False)
@@ -92,4 +93,4 @@ def answer_of(scored: Scored) -> Answer | None:
     """The answer in a verdict, None if it is no score."""
     if scored.reward is None:
         return None
-    return Answer(scored.rollout_seq, scored.reward, scored.segments)
+    return Answer(scored.rollout_seq, scored.reward, scored.segments, scored.prompt_length)

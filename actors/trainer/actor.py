@@ -1,8 +1,11 @@
-"""The trainer on the bus, one rank: batches in, weight versions out.
+"""The trainer on the bus: batches in, weight versions out.
 
 `Batch` i was stored before it is trained, so it is a write-ahead record: after a crash the newest checkpoint is loaded
 and the batches behind it are trained again, with bit-identical results (I7). What is published already is not published
 twice, but compared.
+
+A trainer has one rank or many. Each reads the batches and fetches its own share of their samples; rank 0 publishes,
+saves and exports. Before each step the ranks agree that all of them have the batch: if one is to stop, all stop.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgpack
 import numpy as np
 import structlog
 
 from actors import clock
 from actors.gauges import Gauges
 from actors.trainer.config import TrainerConfig
+from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.samples import TrainSample, train_sample
 from bus.port import Bus, Entry, Fenced
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
@@ -63,7 +68,7 @@ class LearnerPort(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A batch with its samples, as one step takes them."""
+    """A batch with this rank's share of its samples, as one step takes them."""
 
     batch: Batch
     samples: tuple[TrainSample, ...]
@@ -76,7 +81,8 @@ class Loaded:
 class Trainer:
     """Trains batch after batch with `learner` and publishes what comes of it.
 
-    `tensors()` are the weights to publish, `export()` writes the final model.
+    `tensors()` are the weights to publish, `export()` writes the final model. With several `ranks` this is one of them,
+    and both are called by rank 0 only.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Trainer:
         store: StorePort,
         checkpoints: CheckpointsPort,
         name: str = "trainer",
+        ranks: Ranks | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -99,6 +106,7 @@ class Trainer:
         self.export = export
         self.store = store
         self.checkpoints = checkpoints
+        self.ranks: Ranks = ranks or OneRank()
         self.version = 0
         self._tokens_trained = 0
         self._saved_version = -1
@@ -111,21 +119,22 @@ class Trainer:
             await self._restore()
             loader = asyncio.create_task(self._load_ahead(queue := asyncio.Queue[Loaded](1)), name="trainer loads")
             try:
-                while self.version < self.steps and not stop.is_set():
+                while self.version < self.steps:
                     started, waited_before = clock.monotonic_s(), self.gauges.idle_s
-                    loaded = await self._next(queue, loader, stop)
-                    if loaded is None:
+                    loaded = None if stop.is_set() else await self._next(queue, loader, stop)
+                    if not await self._all_go_on(loaded is not None) or loaded is None:
                         break
                     await self._step(loaded, started, self.gauges.idle_s - waited_before)
             finally:
                 loader.cancel()
                 await asyncio.gather(loader, return_exceptions=True)
             await self._save()
-            if self.version >= self.steps:
+            if self.version >= self.steps and self._leads:
                 await asyncio.to_thread(self.export)
 
     async def _restore(self) -> None:
         newest = await asyncio.to_thread(self.checkpoints.load_newest)
+        await self._check_one_start(newest)
         if newest is not None:
             self.version, state = newest
             self.learner.load_state_dict(state["learner"])
@@ -134,6 +143,30 @@ class Trainer:
         self._published = await self._published_version()
         log.info("trainer_restored", version=self.version, published_version=self._published)
         await self._publish_weights()
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.ranks.rank == 0
+
+    async def _gather(self, own: Any) -> list[Any]:
+        """What all ranks tell, by rank. A thread waits for them, so that this one keeps beating."""
+        if self.ranks.count == 1:
+            return [own]
+        told = await asyncio.to_thread(self.ranks.gather, msgpack.packb(own))
+        return [msgpack.unpackb(each) for each in told]
+
+    async def _all_go_on(self, ready: bool) -> bool:
+        with self.gauges.waiting("the other ranks") if self.ranks.count > 1 else contextlib.nullcontext():
+            return all(await self._gather(ready))
+
+    async def _check_one_start(self, newest: tuple[int, dict[str, Any]] | None) -> None:
+        versions = await self._gather(0 if newest is None else newest[0])
+        if len(set(versions)) > 1:
+            raise UserError(
+                f"The ranks of the trainer find different checkpoints: of versions {versions}, by rank.",
+                "All of them must see the run's folder at the same path; mount it on every machine.",
+            )
 
     async def _published_version(self) -> int:
         newest = await self.bus.last(WEIGHTS)
@@ -170,8 +203,9 @@ class Trainer:
         started = clock.monotonic_s()
         batch = entry.message()
         assert isinstance(batch, Batch)
+        share = share_of(batch, self.ranks)
         try:
-            entries = await self.bus.get(ROLLOUTS, batch.rollout_seqs.tolist())
+            entries = await self.bus.get(ROLLOUTS, batch.rollout_seqs[share].tolist())
         except LookupError as error:
             raise UserError(
                 f"Batch {batch.step} names a rollout that the log no longer holds: {error}.",
@@ -181,7 +215,11 @@ class Trainer:
         ages: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         masked = response_tokens = 0
         for stored, group_id, index, reward in zip(
-            entries, batch.group_ids.tolist(), batch.indices.tolist(), batch.rewards.tolist(), strict=True
+            entries,
+            batch.group_ids[share].tolist(),
+            batch.indices[share].tolist(),
+            batch.rewards[share].tolist(),
+            strict=True,
         ):
             rollout = stored.message()
             if not isinstance(rollout, Rollout) or (rollout.group_id, rollout.index) != (group_id, index):
@@ -203,19 +241,20 @@ class Trainer:
         train_started, cpu_before = clock.monotonic_s(), clock.cpu_s()
         metrics = await asyncio.to_thread(self.learner.step, batch.step, loaded.samples)
         trained = clock.monotonic_s()
+        staleness, masked_tokens, response_tokens = await self._of_all_ranks(loaded)
         self.version += 1
-        self._tokens_trained += int(loaded.staleness.sum())
+        self._tokens_trained += int(staleness.sum())
         await self._publish_weights()
         published = clock.monotonic_s()
-        tokens = max(1, int(loaded.staleness.sum()))
+        tokens = max(1, int(staleness.sum()))
         metrics |= {
             **{f"seen/{name}": value for name, value in batch.seen.items()},
             "reward": batch.seen.get("reward", metrics.get("reward_mean", 0.0)),
-            "staleness_mean": float((loaded.staleness * np.arange(len(loaded.staleness))).sum()) / tokens,
-            "staleness_max": float(max(0, len(loaded.staleness) - 1)),
-            "stale_masked_tokens": float(loaded.masked_tokens),
-            "response_tokens": float(loaded.response_tokens),
-            "tokens_trained": float(loaded.staleness.sum()),
+            "staleness_mean": float((staleness * np.arange(len(staleness))).sum()) / tokens,
+            "staleness_max": float(max(0, len(staleness) - 1)),
+            "stale_masked_tokens": float(masked_tokens),
+            "response_tokens": float(response_tokens),
+            "tokens_trained": float(staleness.sum()),
             "seconds_waiting": waited_s,
             "seconds_loading": loaded.seconds,
             "seconds_training": trained - train_started,
@@ -224,16 +263,25 @@ class Trainer:
             "cpu_seconds": clock.cpu_s() - cpu_before,
             "time": clock.wall_s(),
         }
-        done = StepDone(step=batch.step, version=self.version, metrics=metrics, staleness=loaded.staleness)
-        with contextlib.suppress(Fenced):  # stands there from before a crash; its times were those of that time
-            await self.bus.publish_fenced([done], done.step)
+        if self._leads:
+            done = StepDone(step=batch.step, version=self.version, metrics=metrics, staleness=staleness)
+            with contextlib.suppress(Fenced):  # stands there from before a crash; its times were those of that time
+                await self.bus.publish_fenced([done], done.step)
         log.info("step_trained", step=batch.step, reward=round(metrics["reward"], 4), version=self.version)
         if self.version % self.config.checkpoint_every == 0:
             await self._save()
 
+    async def _of_all_ranks(self, loaded: Loaded) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+        """Staleness, masked tokens and response tokens of the whole batch."""
+        told = await self._gather([loaded.staleness.tolist(), loaded.masked_tokens, loaded.response_tokens])
+        staleness = np.zeros(max(len(counts) for counts, _, _ in told), np.int64)
+        for counts, _, _ in told:
+            staleness[: len(counts)] += counts
+        return staleness, sum(masked for _, masked, _ in told), sum(tokens for _, _, tokens in told)
+
     async def _publish_weights(self) -> None:
         """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
-        if self.version < self._published:
+        if self.version < self._published or not self._leads:
             return
         file = await asyncio.to_thread(lambda: self.store.publish(self.version, self.tensors()))
         if self.version == self._published:
@@ -263,8 +311,10 @@ class Trainer:
         if self._saved_version == self.version:
             return
         state = {"learner": self.learner.state_dict(), "tokens_trained": self._tokens_trained}
-        await asyncio.to_thread(self.checkpoints.save, self.version, state)
         self._saved_version = self.version
+        if not self._leads:
+            return
+        await asyncio.to_thread(self.checkpoints.save, self.version, state)
         log.info("checkpoint_saved", version=self.version)
 
     def _read_gauges(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class TrainerConfig(Config):
     """
 
     backend: Literal["torch"] = "torch"
+    ranks: int = Field(default=1, ge=0, le=4096)  # processes; 0: the run starts no trainer, and waits for yours
     algorithm: Algorithm | None = None
     loss: Annotated[str, AfterValidator(_loss_name)] = "decoupled_ppo"
     clip: float = Field(default=0.2, gt=0, lt=1)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from actors.trainer.config import CriticConfig, TrainerConfig
 from actors.trainer.forward import MicroBatch, autocast_context, model_inputs
 from actors.trainer.optimizer import Optimizer
+from actors.trainer.ranks import Ranks
 from actors.trainer.value_loss import ValueLoss, value_loss
 from schemas.errors import UserError
 
@@ -22,7 +23,9 @@ class Critic:
     Raises `UserError` for a model whose head cannot be taken off.
     """
 
-    def __init__(self, policy: PreTrainedModel, config: TrainerConfig, section: CriticConfig) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, config: TrainerConfig, section: CriticConfig, ranks: Ranks | None = None
+    ) -> None:
         if policy.base_model is policy:
             raise UserError(
                 f"A critic needs the body of {type(policy).__name__}, which does not tell it from its head.",
@@ -37,7 +40,7 @@ class Critic:
         self.head_weight = torch.nn.Parameter(torch.zeros(width, device=policy.device))
         self.head_bias = torch.nn.Parameter(torch.zeros((), device=policy.device))
         self.optimizer = Optimizer(
-            [*self.trunk.parameters(), self.head_weight, self.head_bias], config, section.lr or config.lr
+            [*self.trunk.parameters(), self.head_weight, self.head_bias], config, section.lr or config.lr, ranks
         )
 
     def values(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

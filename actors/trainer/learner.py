@@ -29,7 +29,9 @@ from actors.trainer.losses import load_loss
 from actors.trainer.m2po import second_moment_mask
 from actors.trainer.objective import Objective
 from actors.trainer.optimizer import Optimizer
+from actors.trainer.outline import spread
 from actors.trainer.packing import padding_fraction
+from actors.trainer.ranks import OneRank, Ranks
 from actors.trainer.reference import load_reference
 from actors.trainer.samples import TrainSample
 from actors.trainer.tally import Tally
@@ -40,7 +42,8 @@ class Learner:
 
     `temperature` and `max_new_tokens` are the rollout's: all logprobs are of `softmax(logits / temperature)`. `base` is
     the folder of the recipe, where functions and models of the user's are looked for; `initial` that of version 0, the
-    model itself if it is left out. The model is put into eval mode for good: with dropout the proximal and the current
+    model itself if it is left out. With several `ranks` each is given its share of a step's samples, and all hold the
+    same weights after it. The model is put into eval mode for good: with dropout the proximal and the current
     policy would differ before anything was learned.
     """
 
@@ -53,6 +56,7 @@ class Learner:
         max_new_tokens: int | None = None,
         base: Path | None = None,
         initial: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"temperature {temperature}: only sampled (temperature > 0) rollouts can be trained on")
@@ -60,17 +64,18 @@ class Learner:
         self.config = config
         self.temperature = temperature
         self.steps_done = 0
+        self.ranks: Ranks = ranks or OneRank()
         self._max_new_tokens = max_new_tokens
         self._autocast = torch.bfloat16 if config.autocast == "bfloat16" else None
         self._objective = Objective(load_loss(config.loss, base), config)
         named = config.advantage.function
         self._own_advantages = None if named is None else load_function(named, base)
         self._reference = None if config.reference is None else load_reference(config.reference, model, base, initial)
-        self._critic = None if config.critic is None else Critic(model, config, config.critic)
-        self._optimizer = Optimizer(model.parameters(), config, config.lr)
+        self._critic = None if config.critic is None else Critic(model, config, config.critic, self.ranks)
+        self._optimizer = Optimizer(model.parameters(), config, config.lr, self.ranks)
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Train on `samples` as training step `step` (counted from 0) and return its metrics.
+        """Train on `samples`, those of this rank, as training step `step` (counted from 0); returns the metrics of all.
 
         Raises ValueError if two samples share an id. Means are over the trained tokens of samples with gradient
         (`tokens_with_gradient`), of samples for `reward_*` and `advantage_*`, of optimizer steps for `loss` and
@@ -109,6 +114,7 @@ class Learner:
             seconds["seconds_optimizer"] += perf_counter() - middle
 
         self.steps_done = step + 1
+        tally = tally.gathered(self.ranks)
         return (
             metrics
             | tally.metrics(len(norms))
@@ -138,13 +144,13 @@ class Learner:
         if self._critic is not None and "critic" in state:
             self._critic.load_state_dict(state["critic"])
         elif self.config.critic is not None:
-            self._critic = Critic(self.model, self.config, self.config.critic)
+            self._critic = Critic(self.model, self.config, self.config.critic, self.ranks)
         self.steps_done = state["step"]
         torch.set_rng_state(state["rng"])
 
     def _plan(self, step: int, samples: Sequence[TrainSample]) -> tuple[list[plan.MiniBatch], dict[str, float]]:
         config, device = self.config, self.model.device
-        batch = plan.ordered(step, samples, self.model, config)
+        batch = plan.ordered(step, samples, self.model, config, self.ranks)
         per_token: dict[str, Sequence[plan.Array]] = {
             "behaviour": [s.behaviour_logprobs[t.scored] for s, t in zip(batch.samples, batch.sequences, strict=True)]
         }
@@ -154,9 +160,10 @@ class Learner:
             reference = self._reference
             per_token["reference"], _ = plan.ask(batch, lambda m: self._logprobs(m, model=reference), config, device)
             if config.kl.place == "reward":
-                penalties = [
+                of_own = [
                     _kl_of(*pair, config) for pair in zip(per_token["behaviour"], per_token["reference"], strict=True)
                 ]
+                penalties = spread(of_own, batch.owners, self.ranks, batch.trained)
         if self._critic is not None:
             values = Values(*plan.ask(batch, self._critic.values, config, device))
             per_token["values"] = values.tokens
@@ -225,10 +232,18 @@ class Learner:
         threshold = self.config.m2po_threshold
         if threshold is None:
             return [None] * len(minibatch.micros)
-        behaviour = torch.cat([micro.tokens["behaviour"] for micro in minibatch.micros])
+        behaviour = [micro.tokens["behaviour"] for micro in minibatch.micros if not micro.empty]
         computed = [prox for prox in proximal if prox is not None]
-        keep = second_moment_mask(torch.cat(computed), behaviour, threshold)
-        return torch.split(keep, [len(prox) for prox in computed])
+        none = torch.zeros(0, device=self.model.device)
+        own = torch.stack([torch.cat([none, *computed]), torch.cat([none, *behaviour])])
+        told = [own]
+        if self.ranks.count > 1:
+            parts = self.ranks.gather(own.cpu().numpy().tobytes())
+            told = [torch.from_numpy(np.frombuffer(part, np.float32).reshape(2, -1).copy()) for part in parts]
+        prox_of_all, behaviour_of_all = torch.cat(told, dim=1).to(own.device)
+        keep = second_moment_mask(prox_of_all, behaviour_of_all, threshold)
+        mine = torch.split(keep, [part.shape[1] for part in told])[self.ranks.rank]
+        return torch.split(mine, [len(prox) for prox in computed])
 
     def _accumulate(
         self,
@@ -242,6 +257,12 @@ class Learner:
         """Forward and backward of one micro-batch; gradients add up over those of the mini-batch."""
         logprobs, entropy = self._logprobs(micro.batch, entropy=True)
         assert entropy is not None
+        if micro.empty:
+            (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+            if self._critic is not None:
+                nothing = torch.cat(self._critic.values(micro.batch)).sum() * 0
+                nothing.backward()  # type: ignore[no-untyped-call]
+            return
         scored = self._objective(logprobs, entropy, micro, proximal=proximal, keep=keep, current_version=step + 1)
         total = scored.total / denominator
         total.backward()  # type: ignore[no-untyped-call]

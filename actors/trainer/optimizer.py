@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from actors.trainer.config import TrainerConfig
+from actors.trainer.ranks import OneRank, Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -22,10 +23,16 @@ def schedule(step: int, config: TrainerConfig) -> float:
 
 
 class Optimizer:
-    """The optimizer of some parameters. `lr` is the highest learning rate; the rest is the trainer's config."""
+    """The optimizer of some parameters. `lr` is the highest learning rate; the rest is the trainer's config.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig, lr: float) -> None:
+    With several `ranks` the gradients are summed over them, so that each takes the same step on its own copy.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig, lr: float, ranks: Ranks | None = None
+    ) -> None:
         self._config = config
+        self._ranks = ranks or OneRank()
         self._lr = lr
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hyperparameters: dict[str, Any] = {
@@ -47,6 +54,7 @@ class Optimizer:
         """One optimizer step on the accumulated gradients; returns their global norm before clipping, or skips the
         step, loudly, and returns what was not finite."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._ranks.add(gradients)
         norm = torch.nn.utils.get_total_norm(gradients)
         value = float(norm)
         if np.isfinite(value):

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 
+import msgpack
 import torch
 from torch import Tensor
+
+from actors.trainer.ranks import Ranks
 
 
 class Tally:
@@ -28,6 +31,20 @@ class Tally:
         self._sums += values
         self._largest_weight = torch.maximum(self._largest_weight, weight.max())
         self.tokens += len(weight)
+
+    def gathered(self, ranks: Ranks) -> "Tally":
+        """The same of all ranks together."""
+        if ranks.count == 1:
+            return self
+        own = [dict(zip(self._names, self._sums.tolist(), strict=True)), self._largest_weight.item(), self.tokens]
+        told = [msgpack.unpackb(each) for each in ranks.gather(msgpack.packb(own))]
+        names = next((tuple(sums) for sums, _, _ in told if sums), ())
+        whole = Tally(self._sums.device)
+        whole._names = names
+        whole._sums = torch.tensor([sum(sums.get(name, 0.0) for sums, _, _ in told) for name in names])
+        whole._largest_weight = torch.tensor(max(largest for _, largest, _ in told))
+        whole.tokens = sum(tokens for _, _, tokens in told)
+        return whole
 
     def metrics(self, minibatches: int) -> dict[str, float]:
         """What the sums come to; all 0 if nothing was added."""
