@@ -27,7 +27,7 @@ from ops.host import weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.mismatch import Differences, Mismatch, Offender
 from ops.recipe import Recipe
-from ops.replay.console import open_console
+from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, Phase, check_range, read_history
 from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.trainer import replay_trainer
@@ -148,8 +148,7 @@ async def main(
         else:
             seconds = time.monotonic() - began
             _tell(source.run, mismatch, verdict, HfTokenizer(str(initial)), console, f"{how}, {seconds:.1f} s")
-            for sentence in source.damage:
-                console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
+            tell_damage(source.damage, console)
             if not whole:
                 console.print("stopped before the end: later versions were not compared", style="yellow")
     if not whole:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from bus.table import BATCHES, PROMPTS
 from ops.lives import Life, Sample, read_lives
 from ops.log_source import LogSource, initial_model_of, open_log
-from ops.replay.console import open_console
+from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, read_history
 from ops.text import HfTokenizer
 from ops.trace_view import Decoder, print_life, print_lives
@@ -48,8 +48,7 @@ async def main(wanted: str, target: str | None, as_json: bool) -> int:
             print_lives(f"{asked[0]} {asked[1]}", lives, tokenizer, console)
         if isinstance(tokenizer, Ids):
             console.print(f"tokens are told by their ids: {tokenizer.reason}", style="yellow", markup=False)
-        for sentence in source.damage:
-            console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
+        tell_damage(source.damage, console)
     return 0
 
 

@@ -41,6 +41,7 @@ from ops.folders import RUNS
 from ops.host import initial_model, weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.nats_server import NatsServer
+from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, check_range, newest_recipe_of, read_history
 from ops.replay.progress import Progress, stopped_by_ctrl_c
 from schemas import UserError
@@ -60,7 +61,7 @@ async def main(
     streams: str | None,
     serve: bool,
 ) -> int:
-    """Lay a log down in a fresh run; 0, or 130 after Ctrl-C.
+    """Lay a log down in a fresh run; 0, 1 if a part of it could not be read, or 130 after Ctrl-C.
 
     Raises:
         UserError: the log cannot be read, or the run cannot be written.
@@ -92,11 +93,13 @@ async def main(
         count = await lay_down(source, run, url, span, chosen, pace, recipe.bus.ack_wait_s, ended)
         print(f"{count:,} entries of {source.run} laid down as {run} in {time.monotonic() - began:.1f} s: {folder}")
         print(f"look at it with: rollstream audit {folder}")
+        tell_damage(source.damage, open_console())
         if serve and not ended.is_set():
             print(f"serving; start actors with: rollstream up rollout --run {folder}   (Ctrl-C ends)", flush=True)
             await ended.wait()
             return 0
-    return 130 if ended.is_set() else 0
+        damaged = bool(source.damage)
+    return 130 if ended.is_set() else int(damaged)
 
 
 async def lay_down(

@@ -14,7 +14,7 @@ from actors.reward.verdict import Verdict
 from bus.table import ROLLOUTS
 from ops.log_source import open_log
 from ops.replay.changes import read_changes
-from ops.replay.console import open_console
+from ops.replay.console import open_console, tell_damage
 from ops.replay.history import newest_recipe_of
 from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.rescore import Rescored, rescore_log, reward_pool
@@ -48,7 +48,9 @@ class Totals:
 
 
 async def main(target: str | None, overrides: Sequence[str], out: Path | None, check: bool) -> int:
-    """Score a log's rollouts again and list what changed; 0, or with `check` 1 if anything did; 130 after Ctrl-C.
+    """Score a log's rollouts again and list what changed; 0, or 130 after Ctrl-C.
+
+    With `check` 1 if a verdict changed, or a part of the log could not be read.
 
     Raises:
         UserError: the log cannot be read, the reward cannot be loaded, or `out` cannot be written.
@@ -77,6 +79,7 @@ async def main(target: str | None, overrides: Sequence[str], out: Path | None, c
             progress.show(totals.rollouts)
             if stop.is_set():
                 break
+        damage = source.damage
     seconds = time.monotonic() - began
     kinds = ", ".join(f"{old} → {new} {count:,}" for (old, new), count in sorted(totals.statuses.items()))
     console.print(
@@ -91,10 +94,11 @@ async def main(target: str | None, overrides: Sequence[str], out: Path | None, c
         console.print(f"mean reward {before:.4f} → {after:.4f} over {totals.both:,} answers scored both times")
     if totals.without_verdict:
         console.print(f"{totals.without_verdict:,} rollouts have no verdict in the log")
+    tell_damage(damage, console)
     if stop.is_set():
         console.print("stopped before the end", style="yellow")
         return 130
-    return 1 if check and totals.changed else 0
+    return 1 if check and (totals.changed or damage) else 0
 
 
 def sentence(one: Rescored) -> str:

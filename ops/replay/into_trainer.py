@@ -19,7 +19,7 @@ from ops.findings import REPLAYED, Check
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.replay.changes import Changes, Rebatcher, read_changes
 from ops.replay.compare import CAVEAT, ComparedStep, largest_difference, plot_comparison, print_comparison
-from ops.replay.console import open_console
+from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, Phase, check_range, read_history
 from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.trainer import replay_trainer
@@ -121,8 +121,7 @@ async def main(
     console = open_console()
     async with open_log(target) as source:
         outcome, steps = await replay_log(source, changes, start, stop, out=out, rescore=rescore, progress=True)
-        for sentence in source.damage:
-            console.print(f"damage: {sentence}", style="yellow", markup=False, soft_wrap=True)
+        tell_damage(source.damage, console)
     if out is not None:
         (out / RESULT_FILE).write_text(json.dumps(dataclasses.asdict(outcome), indent=1) + "\n")
     if changed and outcome.identical and steps:

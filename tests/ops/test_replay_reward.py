@@ -11,7 +11,7 @@ import pytest
 from actors.reward.verdict import Verdict
 from bus.table import ROLLOUTS, SCORED
 from ops.log_source import open_log
-from ops.replay import into_reward, into_trainer
+from ops.replay import into_bus, into_reward, into_trainer
 from ops.replay.changes import Changes
 from ops.replay.into_reward import sentence
 from ops.replay.rescore import Rescored
@@ -103,6 +103,19 @@ async def test_answers_without_a_verdict_are_scored_too(recorded: Path, other: s
     assert [line["before"] for line in lines].count(None) == 1
     assert lines[-1]["before"] is None
     assert lines[-1]["after"]["status"] == "scored"
+
+
+async def test_a_damaged_recording_is_told_and_passes_no_check(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No verdict changed, of those that are left."""
+    cut = tmp_path / "cut.rollstream"
+    cut.write_bytes(recorded.read_bytes()[:-2000])
+    assert await into_reward.main(str(cut), [], None, False) == 0
+    assert "damage: the file does not end as a recording does" in capsys.readouterr().out
+    assert await into_reward.main(str(cut), [], None, True) == 1
+    assert await into_bus.main(str(cut), tmp_path / "fresh", None, None, "max", 0, None, None, False) == 1
+    assert "damage: the file does not end as a recording does" in capsys.readouterr().out
 
 
 async def test_a_trainer_is_replayed_with_the_new_rewards(recorded: Path, other: str) -> None:
