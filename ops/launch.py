@@ -184,7 +184,11 @@ def locate(folder: Path | None, run: str | None, nats: str | None) -> Where:
             raise UserError(
                 f"{folder} is no run folder: it has no run.json.", "Name the folder that `run` printed."
             ) from None
-        except (ValueError, KeyError) as error:
+        except OSError as error:
+            raise UserError(
+                f"{file} cannot be read: {error.strerror}.", "Only who started the run may: it holds a password."
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} cannot be read: {error}.", "Start the run again with --resume.") from None
     if nats is None or run is None:
         raise UserError("It is not told which run.", "Give --run FOLDER, or --nats URL and --run-name NAME.")

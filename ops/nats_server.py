@@ -73,11 +73,20 @@ def find_binary() -> Path:
 
 
 def url_of(folder: Path) -> str | None:
-    """The URL, with credentials, of the server that was last started for this run folder; None if there was none."""
+    """The URL, with credentials, of the server that was last started for this run folder; None if there was none.
+
+    Raises:
+        UserError: it is another user's.
+    """
+    file = _paths(folder)["url"]
     try:
-        return _paths(folder)["url"].read_text().strip()
+        return file.read_text().strip()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read: {error.strerror}.", "Only who started the run may: it holds a password."
+        ) from None
 
 
 def in_use(folder: Path) -> bool:
@@ -353,7 +362,8 @@ async def _take_lock(folder: Path) -> int:
         lock = os.open(paths["lock"], os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UserError(
-            f"The run folder {folder} cannot be used: {error}.", "Choose a folder that can be written."
+            f"The run folder {folder} cannot be used: {error}.",
+            "Choose a folder that can be written; of a run to be read, a copy in one.",
         ) from None
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while not _locked(lock):

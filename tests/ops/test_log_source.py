@@ -122,3 +122,26 @@ async def test_readers_of_an_ended_run_share_its_server_and_outlive_whoever_star
                 assert (url, await bus.exists()) == (urls[0], False)
         await bus.close()
     assert not in_use(folder)
+
+
+@pytest.mark.parametrize("secret", ["run.json", "nats/url"])
+async def test_the_run_of_another_user_is_told(folder: Path, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both files hold the password, so nobody else may read them."""
+    read_text = Path.read_text
+
+    def guarded(self: Path, *args: str | None) -> str:
+        if self == (folder / secret).resolve():
+            raise PermissionError(13, "Permission denied")
+        return read_text(self, *args)
+
+    monkeypatch.setattr(Path, "read_text", guarded)
+    with pytest.raises(UserError, match=f"{secret} cannot be read: Permission denied"):
+        async with open_log(str(folder)):
+            pass
+
+
+async def test_a_broken_run_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(UserError, match=r"run\.json cannot be read"):
+        async with open_log(str(tmp_path)):
+            pass
