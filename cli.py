@@ -5,7 +5,10 @@ Each command imports what it needs, so that `--help` answers at once: even our o
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -437,19 +440,39 @@ def version() -> None:
 
 def main() -> None:
     """The entry point. A `UserError` becomes one sentence and its remedy on standard error, and exit status 2."""
+    _ready_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         from schemas import UserError
 
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left would fail again when Python ends
+            if error.errno == errno.EPIPE:
+                sys.exit(1)  # `| head` has seen enough
+            where = error.filename or "the output"
+            error = UserError(f"{where} cannot be written: {error.strerror}.", "Free some space, or write elsewhere.")
         if not isinstance(error, UserError):
             raise
         print(f"error: {error.message}", file=sys.stderr)
         if error.remedy:
             print(f"  {error.remedy}", file=sys.stderr)
         sys.exit(2)
+
+
+def _ready_streams() -> None:
+    """A stream that is closed is one that nobody reads; what an encoding does not have is shown as `?`."""
+    for name in ("stdin", "stdout", "stderr"):  # in this order each takes its own descriptor
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115  # for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -162,3 +162,25 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "told"),
+    [
+        ("PYTHONIOENCODING=latin-1 {} >out", 0, ""),
+        ("{} >/dev/full", 2, "error: the output cannot be written: No space left on device."),
+        ("{} >&-", 0, ""),
+        ("{} | true", 1, ""),
+    ],
+)
+def test_an_output_that_takes_little_or_nothing_is_no_traceback(
+    redirected: str, status: int, told: str, tmp_path: Path
+) -> None:
+    recording = ROOT / "tests/ops/golden_recordings/format1.rollstream"
+    command = redirected.format(f"{sys.executable} -m cli audit {recording}")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.partition("\n")[0]) == (status, told)
