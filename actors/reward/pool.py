@@ -1,6 +1,7 @@
 """Runs the user's reward function in processes that can be killed, and turns whatever happens into a verdict."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from actors.reward.frames import REQUEST_BYTES_MAX, pack
 from actors.reward.process import ChildLost, ChildSilent, RewardProcess
 from actors.reward.verdict import RewardRequest, Verdict
 from schemas.errors import UserError
+
+START_ATTEMPTS = 3
 
 
 class PoolClosed(Exception):
@@ -34,7 +37,7 @@ class RewardPool:
         remedy = "Mend what it does when it is imported, or raise reward.start_timeout_s."
         async with self._slots:
             try:
-                self._idle.append(await self._new_child())
+                self._idle.append(await self._first_child())
             except ChildLost as error:
                 message = f"The process that loads the reward function '{self._config.function}' ended: {error}."
                 raise UserError(message, remedy) from error
@@ -95,6 +98,13 @@ class RewardPool:
         finally:
             if child is not None:
                 await self._discard(child)
+
+    async def _first_child(self) -> RewardProcess:
+        """A child, at the second or third attempt if need be: one that was killed from outside proves nothing."""
+        for _ in range(START_ATTEMPTS - 1):
+            with contextlib.suppress(ChildLost):
+                return await self._new_child()
+        return await self._new_child()
 
     async def _idle_child(self) -> RewardProcess | None:
         """A child that waits; those that were killed while they waited are no failure of the function."""
