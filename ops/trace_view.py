@@ -19,9 +19,11 @@ from schemas import Segments, oldest_and_newest
 COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue", "bright_red")
 MASKED: Final = "strike dim"  # too old to be trained
 COLUMNS: Final = ("sample", "tokens", "versions", "worker", "reward", "advantage", "age", "fate")
+DISPENSABLE: Final = ("worker", "versions", "fate", "age")  # in a narrow terminal, in this order
 NUMERIC: Final = ("tokens", "reward", "advantage", "age")
 PROMPT_CHARS_MAX = 2000
 ANSWER_WIDTH_MIN = 24
+WIDE = 1000
 INDENT = 2
 
 
@@ -55,12 +57,17 @@ def print_life(life: Life, tokenizer: Decoder, console: Console) -> None:
 def print_lives(title: str, lives: Sequence[Life], tokenizer: Decoder, console: Console) -> None:
     """A line for each of several samples."""
     console.print(Text(f"{title}: {len(lives)} samples", "bold"))
-    rows = [_row(life) for life in lives]
-    taken = Measurement.get(console, console.options, _table(COLUMNS, rows)).maximum
-    room = max(ANSWER_WIDTH_MIN, console.width - taken - 2)
-    answers = [_short_answer(life, tokenizer, room) for life in lives]
-    full = [(*row, answer) for row, answer in zip(rows, answers, strict=True)]
-    console.print(_table((*COLUMNS, "answer"), full))
+    rows = [dict(zip(COLUMNS, _row(life), strict=True)) for life in lives]
+    columns = list(COLUMNS)
+    for name in (*DISPENSABLE, ""):
+        table = _table(columns, [tuple(row[column] for column in columns) for row in rows])
+        room = console.width - 2 - Measurement.get(console, console.options.update(width=WIDE), table).maximum
+        if room >= ANSWER_WIDTH_MIN or not name:
+            break
+        columns.remove(name)
+    answers = [_short_answer(life, tokenizer, max(ANSWER_WIDTH_MIN, room)) for life in lives]
+    full = [(*(row[column] for column in columns), answer) for row, answer in zip(rows, answers, strict=True)]
+    console.print(_table((*columns, "answer"), full))
     rewards = [life.scored.reward for life in lives if life.scored is not None and life.scored.reward is not None]
     if rewards:
         mean = sum(rewards) / len(rewards)

@@ -196,6 +196,11 @@ async def test_groups_and_steps_are_tables(recorded: Path, tokenizer: HfTokenize
     assert [line.split()[0] for line in lines[2:6]] == ["3-0", "3-1", "3-2", "3-3"]
     assert all(len(line) <= 100 for line in lines)
     assert to_json(lives[0], tokenizer)["id"] == "3-0"
+    console = Console(file=io.StringIO(), width=60, highlight=False)
+    print_lives("group 3", lives, tokenizer, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[1].split() == ["sample", "tokens", "reward", "advantage", "answer"]  # what can be done without
+    assert [line.split()[0] for line in lines[2:6]] == ["3-0", "3-1", "3-2", "3-3"]
 
 
 @pytest.mark.parametrize(
