@@ -47,10 +47,17 @@ class Changes:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """`["runs/x", "trainer.lr=1e-4"]` as the log that is meant (None: the newest run) and the overrides."""
-    if arguments and "=" not in arguments[0]:
-        return arguments[0], list(arguments[1:])
-    return None, list(arguments)
+    """`["runs/x", "trainer.lr=1e-4"]`, in any order, as the log that is meant (None: the newest run) and the overrides.
+
+    Raises:
+        UserError: two logs are meant.
+    """
+    targets = [one for one in arguments if "=" not in one or Path(one).exists()]
+    if len(targets) > 1:
+        raise UserError(
+            f"{targets[0]} and {targets[1]} are two logs, and one is replayed.", "A change of the recipe is key=value."
+        )
+    return targets[0] if targets else None, [one for one in arguments if one not in targets]
 
 
 def read_changes(overrides: Sequence[str], reward: bool, trainer: bool = True) -> Changes:

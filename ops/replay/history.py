@@ -116,7 +116,7 @@ def check_range(history: History, start: int, stop: int | None) -> tuple[int, in
     stop = history.steps if stop is None else stop
     if not 0 <= start < stop <= history.steps:
         raise UserError(
-            f"Steps {start} to {stop} cannot be replayed: the log of {history.run} holds steps 0 to {history.steps}.",
-            "--from is the first step that is replayed, --to the first that is not: --from 0 --to 10 are ten steps.",
+            f"--from {start} --to {stop} cannot be had: {history.run} has the steps 0 to {history.steps - 1}.",
+            "--from is the first step, --to the first that is left out: --from 0 --to 10 are ten steps.",
         )
     return start, stop

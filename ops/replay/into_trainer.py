@@ -115,12 +115,18 @@ async def main(
     """
     changes = read_changes(overrides, reward=rescore)
     changed = bool(changes.overrides) or rescore
-    if out is not None or changed:
-        out = out or Path("replays") / time.strftime("%Y%m%d-%H%M%S")
-        _claim(out)
     console = open_console()
     async with open_log(target) as source:
-        outcome, steps = await replay_log(source, changes, start, stop, out=out, rescore=rescore, progress=True)
+        if out is not None or changed:
+            out = out or Path("replays") / time.strftime("%Y%m%d-%H%M%S")
+            _claim(out)
+        try:
+            outcome, steps = await replay_log(source, changes, start, stop, out=out, rescore=rescore, progress=True)
+        except UserError:
+            if out is not None:
+                with contextlib.suppress(OSError):  # it holds something
+                    out.rmdir()
+            raise
         tell_damage(source.damage, console)
     if out is not None:
         (out / RESULT_FILE).write_text(json.dumps(dataclasses.asdict(outcome), indent=1) + "\n")

@@ -177,7 +177,7 @@ def test_changes_hold_from_the_first_step_on() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (3, 3), (-1, 2), (5, None)])
 def test_steps_that_are_not_in_the_log_are_refused(start: int, stop: int | None) -> None:
-    with pytest.raises(UserError, match="holds steps 0 to 5"):
+    with pytest.raises(UserError, match="has the steps 0 to 4"):
         check_range(history((0.0, "steps=9")), start, stop)
 
 
@@ -196,10 +196,22 @@ def test_another_reward_needs_rescoring() -> None:
     assert read_changes(["reward.function=exact"], reward=True).overrides
 
 
-def test_the_first_argument_is_the_log_unless_it_is_a_change() -> None:
+def test_what_is_no_change_is_the_log(tmp_path: Path) -> None:
     assert split_arguments(["runs/x", "trainer.lr=1"]) == ("runs/x", ["trainer.lr=1"])
     assert split_arguments(["trainer.lr=1"]) == (None, ["trainer.lr=1"])
     assert split_arguments([]) == (None, [])
+    assert split_arguments(["trainer.lr=1", "runs/x"]) == ("runs/x", ["trainer.lr=1"])
+    (tmp_path / "lr=1").mkdir()
+    assert split_arguments([f"{tmp_path}/lr=1", "trainer.lr=1"]) == (f"{tmp_path}/lr=1", ["trainer.lr=1"])
+    with pytest.raises(UserError, match="two logs"):
+        split_arguments(["runs/x", "trainer.lr"])
+
+
+async def test_what_was_refused_leaves_no_folder(recorded: Path, tmp_path: Path) -> None:
+    for target, start in ((str(recorded), 99), (str(tmp_path / "nowhere"), 0)):
+        with pytest.raises(UserError):
+            await into_trainer.main(target, ["trainer.lr=1"], start, None, tmp_path / "out", False)
+        assert not (tmp_path / "out").exists()
 
 
 async def test_a_rollout_that_is_not_in_the_log_is_told(recorded: Path) -> None:
