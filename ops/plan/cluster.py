@@ -107,6 +107,7 @@ class _Scored:
     segments: Segments
     length: int
     reward: float
+    prompt_length: int = 0  # only tells ranks of a trainer their shares, and there are none here
     verdict: str = "scored"
     detail: str = ""
 
