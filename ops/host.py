@@ -274,20 +274,21 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from actors.trainer.actor import Trainer
         from actors.trainer.checkpoint import Checkpoints
+        from actors.trainer.ranks import OneRank
         from actors.trainer.torch_ranks import TorchRanks, in_a_job
         from bus.weights import WeightStore
         from ops.trained_model import export_model, load_learner, weights_of
 
         initial = initial_model(spec.folder)
-        ranks = TorchRanks() if in_a_job() else None
+        ranks = TorchRanks() if in_a_job() else OneRank()
         learner = load_learner(recipe, initial, ranks)
         return Trainer(
             bus,
             recipe.trainer,
             recipe.steps,
             learner,
-            lambda: weights_of(learner.model, recipe),
-            lambda: export_model(learner.model, initial, spec.folder / "model"),
+            lambda: weights_of(learner, recipe),
+            lambda: export_model(learner, initial, spec.folder / "model"),
             WeightStore(weights_folder(spec.folder)),
             Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
             name,

@@ -32,13 +32,13 @@ def load_learner(recipe: Recipe, initial: Path, ranks: Ranks | None = None) -> L
 def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path, ranks: Ranks | None = None) -> Learner:
     """A learner for `model` as the recipe says, at step 0; `initial` is the folder of version 0.
 
-    With `ranks` it is one of several, and holds a whole model as each of them does.
+    With `ranks` it is one of a run's trainer, by the recipe's backend; without, it stands alone, with torch.
     """
     from actors.trainer.learner import Learner
 
     return Learner(
         model,
-        recipe.trainer,
+        recipe.trainer if ranks is not None else recipe.trainer.model_copy(update={"backend": "torch"}),
         recipe.rollout.temperature,
         max_new_tokens=recipe.rollout.max_new_tokens,
         base=recipe.base,
@@ -47,23 +47,27 @@ def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path, ranks: Ran
     )
 
 
-def weights_of(model: PreTrainedModel, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The tensors to publish, in the dtype that rollout workers hold."""
+def weights_of(learner: Learner, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The tensors to publish, in the dtype that rollout workers hold; on rank 0, empty elsewhere. All ranks ask."""
     import torch
 
-    dtype = getattr(torch, recipe.rollout.dtype)
-    cast: dict[int, torch.Tensor] = {}  # by memory, so that tied tensors stay one
-    return {
-        key: cast.setdefault(value.data_ptr(), value.detach().to(dtype)) for key, value in model.state_dict().items()
-    }
+    return learner.weights(getattr(torch, recipe.rollout.dtype))
 
 
-def export_model(model: PreTrainedModel, initial: Path, folder: Path) -> None:
-    """Write the model for `from_pretrained` into `folder`, with the tokenizer of `initial`; whole or not at all."""
+def export_model(learner: Learner, initial: Path, folder: Path) -> None:
+    """Write the model for `from_pretrained` into `folder`, with the tokenizer of `initial`; whole or not at all.
+
+    All ranks ask, rank 0 writes.
+    """
+    import torch
+
     from ops.host import replace_folder
     from ops.text import HfTokenizer
 
+    weights = learner.weights(torch.float32)
+    if learner.ranks.rank:
+        return
     aside = folder.with_name(f".{folder.name}-{os.getpid()}")
-    model.save_pretrained(aside)
+    learner.model.save_pretrained(aside, state_dict=weights)
     HfTokenizer(str(initial)).save(aside)
     replace_folder(aside, folder)

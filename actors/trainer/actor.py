@@ -81,8 +81,8 @@ class Loaded:
 class Trainer:
     """Trains batch after batch with `learner` and publishes what comes of it.
 
-    `tensors()` are the weights to publish, `export()` writes the final model. With several `ranks` this is one of them,
-    and both are called by rank 0 only.
+    `tensors()` are the weights to publish, `export()` writes the final model. With several `ranks` this is one of them:
+    all of them call both, since weights may lie in shards, and rank 0 publishes and writes.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Trainer:
                 loader.cancel()
                 await asyncio.gather(loader, return_exceptions=True)
             await self._save()
-            if self.version >= self.steps and self._leads:
+            if self.version >= self.steps:
                 await asyncio.to_thread(self.export)
 
     async def _restore(self) -> None:
@@ -140,7 +140,7 @@ class Trainer:
             self.learner.load_state_dict(state["learner"])
             self._tokens_trained = state["tokens_trained"]
             self._saved_version = self.version
-        self._published = await self._published_version()
+        self._published = (await self._gather(await self._published_version()))[0]
         log.info("trainer_restored", version=self.version, published_version=self._published)
         await self._publish_weights()
 
@@ -281,7 +281,10 @@ class Trainer:
 
     async def _publish_weights(self) -> None:
         """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
-        if self.version < self._published or not self._leads:
+        if self.version < self._published:
+            return
+        if not self._leads:
+            await asyncio.to_thread(self.tensors)
             return
         file = await asyncio.to_thread(lambda: self.store.publish(self.version, self.tensors()))
         if self.version == self._published:
@@ -310,7 +313,11 @@ class Trainer:
     async def _save(self) -> None:
         if self._saved_version == self.version:
             return
-        state = {"learner": self.learner.state_dict(), "tokens_trained": self._tokens_trained}
+        of_learner = self.learner.state_dict
+        state = {
+            "learner": of_learner() if self.ranks.count == 1 else await asyncio.to_thread(of_learner),
+            "tokens_trained": self._tokens_trained,
+        }
         self._saved_version = self.version
         if not self._leads:
             return

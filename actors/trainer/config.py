@@ -14,6 +14,7 @@ from actors.trainer.sections import (
     KlEstimator,
     Level,
     OverlongConfig,
+    ZeroConfig,
 )
 from schemas.config import Config
 
@@ -27,6 +28,7 @@ __all__ = [
     "OverlongConfig",
     "SftConfig",
     "TrainerConfig",
+    "ZeroConfig",
 ]
 
 LOSSES = ("decoupled_ppo", "ppo", "gspo", "sapo", "sapo_sequence", "cispo", "reinforce")
@@ -52,7 +54,8 @@ class TrainerConfig(Config):
     it, and then counts.
     """
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "deepspeed"] = "torch"
+    zero: ZeroConfig = ZeroConfig()  # of backend deepspeed
     ranks: int = Field(default=1, ge=0, le=4096)  # processes; 0: the run starts no trainer, and waits for yours
     algorithm: Algorithm | None = None
     loss: Annotated[str, AfterValidator(_loss_name)] = "decoupled_ppo"
@@ -89,6 +92,7 @@ class TrainerConfig(Config):
     micro_batch_tokens: PositiveInt = 8192
     row_tokens: int = Field(default=0, ge=0)  # 0: chosen from the lengths of each batch
     autocast: Literal["none", "bfloat16"] = "none"
+    gradient_checkpointing: bool = False  # a layer's activations are computed again for the backward pass, not kept
     threads: PositiveInt = 1  # of the process; the learner itself changes no global setting
     checkpoint_every: PositiveInt = 10  # training steps
     keep_checkpoints: PositiveInt = 2
@@ -118,6 +122,13 @@ class TrainerConfig(Config):
                 f"kl.coef {self.kl.coef} without a reference policy: there is nothing to measure the KL to "
                 "=> Set reference to initial, or to the folder of a model; or kl.coef to 0."
             )
+        if self.backend == "deepspeed" and self.critic is not None:
+            yield (
+                "backend deepspeed with a critic, which has weights and an optimizer of its own "
+                "=> Take backend torch, or an algorithm without a critic, such as grpo."
+            )
+        if self.backend == "torch" and self.zero != ZeroConfig():
+            yield "zero is of backend deepspeed => Set backend to deepspeed, or leave zero out."
         if self.dual_clip is not None and self.loss in LOSSES and self.loss not in DUAL_CLIPPED_LOSSES:
             yield (
                 f"dual_clip {self.dual_clip} with loss {self.loss}, which has no ratio to clip twice "

@@ -16,8 +16,10 @@ import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actors.trainer.packing import Row
+from schemas.errors import UserError
 
 log = structlog.get_logger(__name__)
 
@@ -211,3 +213,20 @@ def _as_the_model_takes_it(model: PreTrainedModel, mask: Tensor) -> Tensor:
 def autocast_context(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Autocast to `dtype` on the model's device; None does nothing."""
     return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Have layers computed again for the backward pass, though the model is in eval mode, and stays without dropout.
+
+    Raises `UserError` if the model has no layers that can.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"{type(model).__name__} cannot compute its layers again for the backward pass.",
+            "Set trainer.gradient_checkpointing to false.",
+        )
+    model_traits(model)  # tried in eval mode, which is put back afterwards, and then no more
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True  # the layer's own, which asks for this; what it holds is in eval mode

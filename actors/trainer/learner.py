@@ -23,12 +23,12 @@ from actors.trainer import plan
 from actors.trainer.config import TrainerConfig
 from actors.trainer.credit import Values, assign
 from actors.trainer.critic import Critic
-from actors.trainer.forward import MicroBatch, response_logprobs
+from actors.trainer.forward import MicroBatch, checkpoint_layers, response_logprobs
 from actors.trainer.kl import kl
 from actors.trainer.losses import load_loss
 from actors.trainer.m2po import second_moment_mask
 from actors.trainer.objective import Objective
-from actors.trainer.optimizer import Optimizer
+from actors.trainer.optimizer import PolicyOptimizer, WholeOptimizer
 from actors.trainer.outline import spread
 from actors.trainer.packing import padding_fraction
 from actors.trainer.ranks import OneRank, Ranks
@@ -72,7 +72,9 @@ class Learner:
         self._own_advantages = None if named is None else load_function(named, base)
         self._reference = None if config.reference is None else load_reference(config.reference, model, base, initial)
         self._critic = None if config.critic is None else Critic(model, config, config.critic, self.ranks)
-        self._optimizer = Optimizer(model.parameters(), config, config.lr, self.ranks)
+        self._optimizer = _optimizer(model, config, self.ranks)
+        if config.gradient_checkpointing:
+            checkpoint_layers(model)
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Train on `samples`, those of this rank, as training step `step` (counted from 0); returns the metrics of all.
@@ -105,7 +107,8 @@ class Learner:
             started = perf_counter()
             keep = self._second_moment(minibatch, prox)
             for micro, micro_prox, micro_keep in zip(minibatch.micros, prox, keep, strict=True):
-                self._accumulate(step, micro, micro_prox, micro_keep, minibatch.denominator, tally)
+                last = micro is minibatch.micros[-1]
+                self._accumulate(step, micro, micro_prox, micro_keep, minibatch.denominator, last, tally)
             middle = perf_counter()
             norms.append(self._optimizer.update(step))
             if self._critic is not None:
@@ -124,11 +127,18 @@ class Learner:
             | {"lr": lr, "tokens_with_gradient": float(tally.tokens)}
         )
 
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """On rank 0 the policy's weights by name, in `dtype`, tied ones as one tensor; all ranks ask."""
+        return self._optimizer.weights(dtype)
+
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on: model, optimizer, critic, steps done, RNG. Tensors are not copied."""
+        """All that the next step depends on: model, optimizer, critic, steps done, RNG. Whole on rank 0; all ranks ask.
+
+        Tensors are not copied if the model is not in shards.
+        """
         critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
         return critic | {
-            "model": self.model.state_dict(),
+            "model": self._optimizer.model_state(),
             "optimizer": self._optimizer.state_dict(),
             "step": self.steps_done,
             "rng": torch.get_rng_state(),
@@ -139,7 +149,7 @@ class Learner:
 
         A critic that the state does not know begins with the policy's weights of that moment.
         """
-        self.model.load_state_dict(state["model"])
+        self._optimizer.load_model_state(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._critic is not None and "critic" in state:
             self._critic.load_state_dict(state["critic"])
@@ -208,14 +218,17 @@ class Learner:
     def _logprobs(
         self, batch: MicroBatch, *, model: PreTrainedModel | None = None, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        return response_logprobs(
-            model or self.model,
-            batch,
-            self.temperature,
-            entropy=entropy,
-            entropy_gradient=self.config.entropy_coef > 0,
-            autocast=self._autocast,
-        )
+        def call(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+            return response_logprobs(
+                model,
+                batch,
+                self.temperature,
+                entropy=entropy,
+                entropy_gradient=self.config.entropy_coef > 0,
+                autocast=self._autocast,
+            )
+
+        return self._optimizer.forward(call) if model is None else call(model)
 
     def _proximal(self, minibatches: Sequence[plan.MiniBatch]) -> list[list[Tensor | None]]:
         """Logprobs under the weights before this step. None for the first mini-batch: there the current policy *is*
@@ -252,20 +265,21 @@ class Learner:
         proximal: Tensor | None,
         keep: Tensor | None,
         denominator: int,
+        last: bool,
         tally: Tally,
     ) -> None:
         """Forward and backward of one micro-batch; gradients add up over those of the mini-batch."""
         logprobs, entropy = self._logprobs(micro.batch, entropy=True)
         assert entropy is not None
         if micro.empty:
-            (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.backward(logprobs.sum() * 0, last)
             if self._critic is not None:
                 nothing = torch.cat(self._critic.values(micro.batch)).sum() * 0
                 nothing.backward()  # type: ignore[no-untyped-call]
             return
         scored = self._objective(logprobs, entropy, micro, proximal=proximal, keep=keep, current_version=step + 1)
         total = scored.total / denominator
-        total.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.backward(total, last)
         sums = {"loss": total.detach(), **scored.sums}
         if self._critic is not None:
             tokens = micro.tokens
@@ -273,6 +287,14 @@ class Learner:
             (loss.total / denominator).backward()  # type: ignore[no-untyped-call]
             sums |= {"value_loss": loss.total.detach(), "value_clip_fraction": loss.clipped.sum()}
         tally.add(sums, weight=scored.weight)
+
+
+def _optimizer(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> PolicyOptimizer:
+    if config.backend == "torch":
+        return WholeOptimizer(model, config, ranks)
+    from actors.trainer.zero import ZeroOptimizer
+
+    return ZeroOptimizer(model, config, ranks)
 
 
 def _norms(prefix: str, norms: Sequence[float]) -> dict[str, float]:

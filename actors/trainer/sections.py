@@ -126,3 +126,23 @@ class CriticConfig(Config):
     loss: Literal["mse", "huber"] = "mse"
     clip: PositiveFloat | None = 0.5  # how far a value may move from that before the step; None clips nothing
     huber_delta: PositiveFloat = 10.0
+
+
+class ZeroConfig(Config):
+    """DeepSpeed's ZeRO: what lies in shards over the ranks, and where.
+
+    Stage 1 shards the optimizer's state, 2 the gradients too, 3 the weights too. `settings` are further keys of
+    DeepSpeed's own `zero_optimization`, such as `stage3_param_persistence_threshold`.
+    """
+
+    stage: Literal[1, 2, 3] = 2
+    bfloat16: bool = False  # weights and gradients; the optimizer's own weights stay float32
+    offload_optimizer: bool = False  # into the memory of the host
+    offload_weights: bool = False  # the same, of stage 3
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.offload_weights and self.stage != 3:
+            raise ValueError(f"offload_weights needs stage 3, where weights lie in shards; stage is {self.stage}")
+        return self

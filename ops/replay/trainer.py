@@ -83,8 +83,8 @@ async def replay_trainer(
                 phase.recipe.trainer,
                 phase.stop,
                 learner,
-                partial(weights_of, learner.model, phase.recipe),
-                partial(export_model, learner.model, initial, export) if export and phase is phases[-1] else _nothing,
+                partial(weights_of, learner, phase.recipe),
+                partial(export_model, learner, initial, export) if export and phase is phases[-1] else _nothing,
                 WeightStore(Path(aside)),
                 handover,
             )

@@ -1,10 +1,15 @@
 """The program of one rank in tests with real processes: torchrun starts it, it trains and leaves what came of it.
 
-python -m torch.distributed.run --nproc-per-node 2 -m tests.actors.rank_job FOLDER
+python -m torch.distributed.run --nproc-per-node 2 -m tests.actors.rank_job FOLDER [CHANGES OF THE CONFIG AS JSON ...]
+
+Every further argument is one training; what it leaves lies in FOLDER/0, FOLDER/1 ...
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +22,7 @@ from actors.trainer.torch_ranks import TorchRanks
 from tests.actors.rank_threads import share
 from tests.actors.tiny_models import qwen3, samples
 
+ROOT = Path(__file__).parents[2]
 STEPS, SAVED_AT = 5, 3
 CONFIG = TrainerConfig(lr=1e-3, minibatches=2, micro_batch_tokens=60, weight_decay=0.1)
 
@@ -34,10 +40,35 @@ def train(learner: Learner, first: int = 0, last: int = STEPS, saved: Path | Non
     return losses
 
 
+def run_job(folder: Path, *changes: str) -> None:
+    """Run this program as two processes; fails with what they said if they fail."""
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    done = subprocess.run(
+        [*started, "--nproc-per-node=2", "--module", "tests.actors.rank_job", str(folder), *changes],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True,
+        text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, ranks = Path(sys.argv[1]), TorchRanks()
-    learner = Learner(qwen3(), CONFIG, ranks=ranks)
-    losses = train(learner, saved=folder / "checkpoints")
-    torch.save({"losses": losses, "weights": learner.model.state_dict()}, folder / f"rank{ranks.rank}.pt")
+    ranks = TorchRanks()
+    for place, changes in enumerate(sys.argv[2:] or ["{}"]):
+        folder = Path(sys.argv[1]) / str(place)
+        folder.mkdir(exist_ok=True)
+        config = TrainerConfig(**{**CONFIG.model_dump(), **json.loads(changes)})
+        learner = Learner(qwen3(), config, ranks=ranks)
+        losses = train(learner, saved=folder / "checkpoints")
+        loaded = checkpoint.load_newest(folder / "checkpoints")
+        assert loaded is not None
+        resumed = Learner(qwen3(seed=99), config, ranks=ranks)
+        resumed.load_state_dict(loaded[1])
+        told = {
+            "losses": losses,
+            "weights": learner.weights(torch.float32),
+            "resumed_losses": train(resumed, first=SAVED_AT),
+            "resumed_weights": resumed.weights(torch.float32),
+        }
+        torch.save(told, folder / f"rank{ranks.rank}.pt")
     ranks.close()

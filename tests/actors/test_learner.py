@@ -327,3 +327,21 @@ def test_the_learning_rate_warms_up_and_decays_linearly_to_its_floor() -> None:
     assert [schedule(step, constant) for step in (0, 1, 3, 100)] == [0.25, 0.5, 1.0, 1.0]
     decaying = TrainerConfig(warmup_steps=0, decay_steps=10, min_lr_ratio=0.1)
     assert [schedule(step, decaying) for step in (0, 5, 10, 50)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_layers_computed_again_give_the_same_weights() -> None:
+    """Memory for compute, and nothing else: the model stays in eval mode."""
+    learners = [
+        Learner(qwen3(), CONFIG.model_copy(update={"gradient_checkpointing": again})) for again in (False, True)
+    ]
+    calls = [0, 0]
+    for place, learner in enumerate(learners):
+
+        def count(*_: object, place: int = place) -> None:
+            calls[place] += torch.is_grad_enabled()
+
+        learner.model.base_model.layers[0].self_attn.register_forward_hook(count)
+        learner.step(0, samples())
+    assert calls[1] == 2 * calls[0] > 0
+    assert same_bits(*map(weights, learners))
+    assert not learners[1].model.base_model.layers[0].self_attn.training
