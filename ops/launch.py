@@ -37,6 +37,7 @@ from schemas import Control, UserError
 log = structlog.get_logger()
 
 SHOW_EVERY_S = 0.5
+EXPORT_S = 600.0  # for a trainer that somebody else has started to write the model, when all steps are done
 SETTLE_S = 1.2  # after the end, so that the last beats arrive
 # What cannot change between the starts of one run, since the log's contents depend on it.
 FIXED = ("controller.batch_groups", "controller.group_size", "seed")
@@ -89,6 +90,8 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
         await _evaluate(recipe, folder, view, 0, initial_model(folder))
         async with _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server):
             status = await _lead(recipe, where, bus, server, view, interrupts, plain)
+            if status == 0 and recipe.trainer.ranks == 0:
+                await _exported(folder / "model", view.started_s)
         if status == 0:
             await _evaluate(recipe, folder, view, recipe.steps, folder / "model")
     summary = summarise(view, time.time())
@@ -306,6 +309,18 @@ async def _evaluate(recipe: Recipe, folder: Path, view: RunView, step: int, mode
     print(
         f"held-out reward after {step} steps ({how}, {outcome['count']} problems): {outcome['reward']:.3f}", flush=True
     )
+
+
+async def _exported(model: Path, since_s: float) -> None:
+    """Wait until a trainer that is not ours has written the model, after its last step. Raises `UserError`."""
+    until_s = time.monotonic() + EXPORT_S
+    while not model.exists() or model.stat().st_mtime < since_s:
+        if time.monotonic() > until_s:
+            raise UserError(
+                f"All steps are done, but your trainer has not written {model} within {EXPORT_S:.0f} s.",
+                "Start it again, of this run, and it will; then continue with --resume for the summary.",
+            )
+        await asyncio.sleep(SHOW_EVERY_S)
 
 
 @contextlib.asynccontextmanager

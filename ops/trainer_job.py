@@ -29,8 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 def run_job(spec: ProcessSpec, recipe: Recipe) -> int:
     """Run all ranks to their end; returns one of the `EXIT_` codes, or 1 after a crash."""
-    file = spec.folder / "logs" / f"{spec.name}.job.json"
-    _write_private(file, spec)
+    file = write_job(spec)
     for rank in range(recipe.trainer.ranks):
         rank_spec(spec, rank).error_file.unlink(missing_ok=True)
     stopped = False
@@ -76,7 +75,7 @@ def rank_spec(spec: ProcessSpec, rank: int) -> ProcessSpec:
 
 
 def read_job(file: Path) -> ProcessSpec:
-    """What `run_job` has written for its ranks."""
+    """What `write_job` has written."""
     told = json.loads(file.read_text())
     ((role, name),) = told["actors"]
     return ProcessSpec(((role, name),), told["run"], told["url"], Path(told["folder"]), told["recipe_yaml"])
@@ -87,8 +86,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _write_private(file: Path, spec: ProcessSpec) -> None:
-    """It holds the server's credential."""
+def write_job(spec: ProcessSpec) -> Path:
+    """Tell the ranks their run in a file of its folder. It holds the server's credential, so it is private."""
+    file = spec.folder / "logs" / f"{spec.name}.job.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
     file.write_text(json.dumps(dataclasses.asdict(spec) | {"folder": str(spec.folder)}))
+    return file
