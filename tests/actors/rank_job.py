@@ -29,6 +29,7 @@ CONFIG = TrainerConfig(
     minibatches=2,
     micro_batch_tokens=60,
     weight_decay=0.1,
+    grad_clip=4.0,  # some steps are clipped, some are not
     adam_eps=1e-3,  # or steps would hardly depend on how large the gradients are
 )
 
