@@ -307,8 +307,8 @@ class Trainer:
         if stored.digest != file.digest:
             raise Fenced(
                 f"version {file.version} was published with digest {stored.digest}, but this trainer computed "
-                f"{file.digest}: another trainer is at work, training is not deterministic on this device, or the number of "
-                "ranks was changed after a crash, which only an orderly stop allows"
+                f"{file.digest}: another trainer is at work, training is not deterministic on this device, or the "
+                "number of ranks was changed after a crash, which only an orderly stop allows"
             )
 
     async def _save(self) -> None:

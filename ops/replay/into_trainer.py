@@ -285,5 +285,6 @@ def _cause(outcome: Outcome) -> str:
         return "It is the very first version: the model is not the one that the run began with."
     return (
         "The same log and the same start must give the same weights on one kind of CPU, in float32 and with the same "
-        "number of threads; those of a trainer of several ranks differ by rounding. So an entry was changed, or another version of torch or another CPU is at work here."
+        "number of threads; those of a trainer of several ranks differ by rounding. So "
+        "an entry was changed, or another version of torch or another CPU is at work here."
     )
