@@ -1,7 +1,7 @@
 """One rank of a trainer, as torchrun, Slurm or any other launcher starts it.
 
 ```
-torchrun --nproc-per-node 2 -m ops.trainer_rank --run runs/my-run
+torchrun --nproc-per-node 2 -m ops.trainer_rank runs/my-run
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
     -m ops.trainer_rank --nats nats://user:password@host:4222 --run-name my-run
 ```
@@ -36,7 +36,7 @@ class _RankClock(clock.SystemClock):
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line and live the life of a rank."""
     parser = argparse.ArgumentParser(prog="torchrun -m ops.trainer_rank", description=__doc__.split("\n")[0])
-    parser.add_argument("--run", type=Path, help="the run's folder")
+    parser.add_argument("run", nargs="?", type=Path, help="the run's folder")  # torchrun takes --run for its own
     parser.add_argument("--nats", help="the URL of the run's server")
     parser.add_argument("--run-name", help="the run's name on that server")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
