@@ -37,11 +37,13 @@ from schemas import Batch, Control, Dropped, MalformedMessage, Partial, Prompt, 
 
 Key = tuple[int, int]  # (group id, index) of a sample
 # Faults for which a worker may end before all its prefixes are stored.
-HINDERING: Final = frozenset({"slow_call", "lost_answer", "partition", "restart", "power", "stall", "full"})
+HINDERING: Final = frozenset(
+    {"slow_call", "lost_answer", "partition", "restart", "power", "stall", "stop_at_write", "full"}
+)
 # Faults that make a message come again: so often, and it is held to kill its workers.
 DISTURBING: Final = frozenset(
     {"kill", "power", "term", "stall", "partition", "restart", "drain", "lost_ack", "duplicate", "lost_answer"}
-    | {"slow_call", "crash_before", "crash_after", "crash_at_disk"}
+    | {"slow_call", "crash_before", "crash_after", "crash_at_disk", "stop_at_write", "die_at_batch"}
 )
 
 

@@ -79,19 +79,7 @@ class Nemesis:
         process.stop.set()
 
     def _stall(self, dice: random.Random, process: Process) -> None:
-        if process.stopped:
-            return
-        process.stopped = True
-        self._world.note("stopped by SIGSTOP", process)
-        succeeded = dice.random() < 0.5
-        self._world.later(self._while_s(dice, 6.0), self._go_on, process)
-        if succeeded:
-            self._world.later(dice.expovariate(1.0), self._launcher.succeed, process)
-
-    def _go_on(self, process: Process) -> None:
-        if not process.dead:
-            self._world.note("goes on", process)
-            process.go_on()
+        self._world.stop_a_while(process)
 
     def _partition(self, dice: random.Random, process: Process) -> None:
         process.cut_until_s = self._world.loop.time() + self._while_s(dice, dice.choice((0.5, 5.0, 30.0)))

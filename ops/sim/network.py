@@ -17,7 +17,7 @@ from bus.memory import MemoryBus
 from bus.port import Ack, BusFull, BusUnavailable, ConsumerInfo, Delivery, Entry, Fenced, StreamInfo, Subscription
 from bus.table import LEASES, PUBLISH_TIMEOUT_S, STREAM_OF, Consumer, Stream
 from ops.sim.world import RUN, Process
-from schemas import Message
+from schemas import Batch, Message
 
 T = TypeVar("T")
 
@@ -101,15 +101,25 @@ class SimBus(MemoryBus):
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """See `Bus.publish_fenced`."""
         for place, message in enumerate(messages, last_seq + 1):
+            fate = self.world.fate(
+                self.process, "stop_at_write", *(("die_at_batch",) if isinstance(message, Batch) else ())
+            )
+            if fate == "stop_at_write":
+                self.world.stop_a_while(self.process)
             try:
                 await self.ask(
                     f"publish {message.id} at {place}",
-                    lambda message=message, place=place: self._place(message, place),  # type: ignore[misc]
+                    lambda message=message, place=place, fate=fate: self._decide(message, place, fate),  # type: ignore[misc]
                 )
             except Fenced:
                 self.world.count(f"fenced: {STREAM_OF[type(message)].name}")
                 raise
         return last_seq + len(messages)
+
+    def _decide(self, message: Message, place: int, fate: str) -> None:
+        self._place(message, place)
+        if fate == "die_at_batch":
+            self.world.kill(self.process)
 
     async def dead_letter(self, entry: Entry, reason: str) -> None:
         """See `Bus.dead_letter`."""

@@ -137,6 +137,7 @@ class _Launcher:
         world.on_stored = self._stored
         world.on_given = self.checker.given
         world.on_killed = self._killed
+        world.on_stopped = self.succeed
         self.specs = [Spec(name, actors) for name, actors in _layout(world.scenario)]
         self.alive: list[Process] = []  # also those that were stopped and succeeded
         self.everybody: list[Process] = []

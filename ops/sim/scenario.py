@@ -48,6 +48,8 @@ AT_CALL: Final[dict[str, str]] = {
     "disk_full": "a write finds the disk full; the operator makes room and resumes the run",
     "torn_save": "a process dies in the midst of saving a checkpoint",
     "reward_fails": "the reward of a sample ends in a timeout, an error, or no number",
+    "stop_at_write": "a process is stopped just before it stores a decision, and goes on later",
+    "die_at_batch": "a process dies just after it stored a batch",
 }
 FAULTS: Final = TIMED | AT_CALL
 
@@ -156,7 +158,7 @@ def draw(seed: int) -> Scenario:
     dice = Dice(seed)
     recipe, speed, faults = dice("scenario/recipe"), dice("scenario/speed"), dice("scenario/faults")
     group_size = recipe.choice((1, 2, 2, 3, 4))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         steps=recipe.randint(3, 8),
         more_steps=recipe.choice((0, 0, 0, 1, 2)),
@@ -194,6 +196,50 @@ def draw(seed: int) -> Scenario:
         later=_draw_later(dice("scenario/later")),
         faults=_draw_faults(faults),
     )
+    corner = dice("scenario/corner")
+    return corner.choice((_unlike_answers, _rivals))(scenario) if corner.random() < CORNERS else scenario
+
+
+CORNERS: Final = 0.35  # share of the seeds that are led to where chance alone seldom gets
+
+
+def _unlike_answers(scenario: Scenario) -> Scenario:
+    """Some answers of a group are trained while others are too old, and the controller dies when it has decided so."""
+    return dataclasses.replace(
+        scenario,
+        steps=8,
+        max_staleness=1 + scenario.seed % 2,
+        batch_groups=1,
+        group_size=4,
+        on_stale="mask",
+        filter="none",
+        pace=False,
+        on_update="keep",
+        mean_tokens=2,
+        max_new_tokens=40,
+        workers=4,
+        slots=8,
+        token_s=0.3,
+        reward_s=0.05,
+        train_s=0.02,
+        swap_s=0.02,
+        disk_s=0.001,
+        network_s=0.0005,
+        faults=scenario.faults | {"die_at_batch": 0.4},
+    )
+
+
+def _rivals(scenario: Scenario) -> Scenario:
+    """One of two controllers sleeps over the loss of its lease, in the midst of a decision, and wakes up."""
+    return dataclasses.replace(
+        scenario,
+        steps=8,
+        max_staleness=2 + scenario.seed % 3,
+        pace=False,
+        controllers=2,
+        train_s=0.1,
+        faults=scenario.faults | {"stop_at_write": 0.3},
+    )
 
 
 def _draw_later(dice: random.Random) -> dict[str, Any]:
@@ -214,6 +260,8 @@ _RATES: Final[dict[str, tuple[float, ...]]] = {
     "crash_after": _CRASHES,
     "crash_at_disk": (0.01, 0.03, 0.1),
     "reward_fails": (0.03, 0.3, 0.95),
+    "stop_at_write": (0.01, 0.03, 0.1),
+    "die_at_batch": (0.1, 0.3),
 }
 
 

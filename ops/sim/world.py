@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 RUN: Final = "sim"
 EPOCH_S: Final = 1_700_000_000.0
+STOPPED_S: Final = 6.0  # mean
 TRACE_MAX: Final = 400  # lines kept, unless all are asked for
 
 
@@ -205,6 +206,7 @@ class World:
         self.on_stored: Callable[[Entry], None] = lambda entry: None
         self.on_given: Callable[[Process, Entry], None] = lambda process, entry: None
         self.on_killed: Callable[[Process], None] = lambda process: None
+        self.on_stopped: Callable[[Process], None] = lambda process: None
         self.situations: Counter[str] = Counter()
         self.struck: list[str] = []
         self.violations: list[Violation] = []
@@ -283,6 +285,23 @@ class World:
         for task in list(process.tasks):
             task.cancel()
         self.on_killed(process)
+
+    def stop_a_while(self, process: Process) -> None:
+        """SIGSTOP, and SIGCONT some time later, at the latest when all becomes quiet. Maybe a successor is started."""
+        if process.stopped:
+            return
+        process.stopped = True
+        self.note("stopped by SIGSTOP", process)
+        left_s = self.scenario.quiet_s - self.loop.time()
+        dice = process.dice("stopped")
+        self.later(min(dice.expovariate(1 / STOPPED_S), left_s), self._go_on, process)
+        if dice.random() < 0.5:
+            self.later(dice.expovariate(1.0), self.on_stopped, process)
+
+    def _go_on(self, process: Process) -> None:
+        if not process.dead:
+            self.note("goes on", process)
+            process.go_on()
 
     def later(self, delay_s: float, call: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
         """Call in a while, from no process."""
