@@ -27,7 +27,7 @@ RARE_SEEDS = 600
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bug:
-    """In the function at `where` (`module:qualified.name`), `old` is replaced by `new`; `rare` if it takes more seeds."""
+    """In the function at `where` (`module:qualified.name`), `old` is replaced by `new`. `rare`: it takes more seeds."""
 
     name: str
     where: str
