@@ -131,6 +131,7 @@ class Rebatcher:
             group_ids=batch.group_ids[kept],
             indices=batch.indices[kept],
             rollout_seqs=batch.rollout_seqs[kept],
+            lengths=batch.lengths[kept] if len(batch.lengths) else batch.lengths,
             rewards=np.array([verdicts[i].reward for i in kept], dtype=np.float64),
             seen={name: value for name, value in batch.seen.items() if name != "reward"},
         )

@@ -196,7 +196,7 @@ BUGS = (
     Bug(
         "a trainer that starts again skips the batches since its checkpoint",
         "actors.trainer.actor:Trainer._restore",
-        "self._published = await self._published_version()",
+        "self._published = (await self._gather(await self._published_version()))[0]",
         "self._published = self.version = max(self.version, await self._published_version())",
     ),
     Bug(
