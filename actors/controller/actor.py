@@ -153,6 +153,7 @@ class Controller:
                     core.saw_prompt(entry.seq, *sample, versions[0])
                     if entry.seq >= self._prompts_seq:
                         break
+        dropped = await self._fold_drops(core, marks.get("dropped", 1))
         weights = await self.bus.last(WEIGHTS)
         if weights is not None:
             self._take(core, weights)
@@ -166,10 +167,25 @@ class Controller:
         )
         return core, {
             SCORED: marks.get("scored", 1),
-            DROPPED: marks.get("dropped", 1),
+            DROPPED: dropped,
             WEIGHTS: weights.seq + 1 if weights else 1,
             CONTROL: 1,
         }
+
+    async def _fold_drops(self, core: ControllerCore, start: int) -> int:
+        """Take all drops that stand in the log, before anything is decided; returns the sequence after them.
+
+        Verdicts alone would say the same only as long as the recipe is the same: resumed with a larger staleness bound,
+        a controller trained what its predecessor had dropped for its age.
+        """
+        info = await self.bus.info(DROPPED)
+        if info.messages and info.last_seq >= start:
+            async with contextlib.aclosing(self.bus.read(DROPPED, start)) as entries:  # type: ignore[type-var]
+                async for entry in entries:
+                    self._take(core, entry)
+                    if entry.seq >= info.last_seq:
+                        break
+        return max(start, info.last_seq + 1)
 
     async def _look_at_queue(self, core: ControllerCore) -> None:
         while True:
