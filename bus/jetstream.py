@@ -168,7 +168,7 @@ class JetStreamBus:
         )
 
     def _is_ours(self, entry: Entry, message: Message) -> bool:
-        return entry.id == message.id and entry.writer == self._writer
+        return entry.id == message.id and entry.writer == self._writer and entry.data == encode(message)
 
     async def _place(self, message: Message, place: int) -> None:
         stream = STREAM_OF[type(message)]

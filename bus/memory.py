@@ -431,7 +431,7 @@ class MemoryBus:
             ack = self._store(message, expected=place - 1)
         except Fenced:
             there = log.entries.get(place)
-            if there is None or there.id != message.id or there.writer != self._writer:
+            if there is None or (there.writer, there.data) != (self._writer, encode(message)):
                 raise
         else:
             if ack.seq != place:

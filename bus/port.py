@@ -195,9 +195,10 @@ class Bus(Protocol):
     async def publish_fenced(self, messages: Sequence[Message], last_seq: int) -> int:
         """Store messages, all of one stream, in order directly after `last_seq`; returns the new last sequence.
 
-        Pipelined. A message that already stands at its place counts as stored if this very connection wrote it, so a
-        retry is safe. Ids are not enough: two controllers that decide alike write the same ids, and each would take
-        the other's messages for its own.
+        Pipelined. A message that already stands at its place counts as stored if this very connection wrote the same
+        bytes, so a retry is safe. Ids are not enough: two controllers that decide alike write the same ids, and each
+        would take the other's messages for its own; and one that leads again, having folded a log that a lagging
+        replica showed, would take what it wrote before for what it has decided now.
 
         Raises:
             Fenced: something else stands there.

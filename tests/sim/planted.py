@@ -72,8 +72,8 @@ BUGS = (
     Bug(
         "a fenced writer takes another's message of the same id for its own",
         "bus.memory:MemoryBus._place",
-        " or there.writer != self._writer",
-        "",
+        "(there.writer, there.data) != (self._writer, encode(message))",
+        "there.id != message.id",
         rare=True,
     ),
     Bug(
