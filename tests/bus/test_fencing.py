@@ -1,6 +1,7 @@
 """One writer at a time, whatever acknowledgements are lost: how a real server fences, and how we live with it."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 
@@ -68,6 +69,14 @@ async def test_a_lost_acknowledgement_does_not_fence_its_own_writer(
     assert await writer.publish_fenced([prompt(3)], 3) == 4
     assert (await bus.info(PROMPTS)).messages == 4
     await writer.close()
+
+
+async def test_a_writer_is_fenced_by_its_own_message_if_it_says_something_else_now(bus: JetStreamBus) -> None:
+    """A controller that leads again after folding an old log decides anew what it had decided otherwise before."""
+    await bus.publish_fenced([prompt(1)], 0)
+    assert await bus.publish_fenced([prompt(1)], 0) == 1
+    with pytest.raises(Fenced):
+        await bus.publish_fenced([dataclasses.replace(prompt(1), seed=12345)], 0)
 
 
 async def test_a_lost_acknowledgement_does_not_lose_a_lease(bus: JetStreamBus, server: NatsServer) -> None:
