@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from bus import bulk
 from bus.jetstream import JetStreamBus
 from bus.port import Bus, BusUnavailable, Entry, StreamInfo
+from bus.reading import read_to_end
 from bus.table import CONTROL, Stream
 from ops.folders import find_folder
 from ops.host import initial_model
@@ -24,7 +25,6 @@ from ops.recording.format import SUFFIX
 from ops.recording.reader import Recording, open_recording
 from schemas import Control, MalformedMessage, UserError
 
-SILENCE_S = 30.0  # an entry that is there and does not come for so long never will
 LOOK_S = 0.1  # how often a reader looks whether the server that it reads from is still there
 
 
@@ -161,34 +161,6 @@ async def newest_recipe(controls: AsyncIterator[Entry]) -> str:
             if isinstance(message, Control) and message.action == "start":
                 recipe = message.recipe
     return recipe
-
-
-async def read_to_end(bus: Bus, stream: Stream, start: int = 1, stop: int | None = None) -> AsyncGenerator[Entry, None]:
-    """The entries of a bus with `start <= seq < stop` that are there now.
-
-    Raises:
-        UserError: one that is there does not come within `SILENCE_S`.
-    """
-    info = await bus.info(stream)
-    last = info.last_seq if stop is None else min(info.last_seq, stop - 1)
-    if not info.messages or start > last:
-        return
-    entries = aiter(bus.read(stream, start))
-    try:
-        while True:
-            async with asyncio.timeout(SILENCE_S):
-                entry = await anext(entries)
-            if entry.seq <= last:
-                yield entry
-            if entry.seq >= last:  # the newest of a key may have been replaced by a later one meanwhile
-                return
-    except TimeoutError:
-        raise UserError(
-            f"The {stream.name} of run {bus.run} cannot be read to their end, {last}: nothing comes any more.",
-            "Is the server overloaded? Try again.",
-        ) from None
-    finally:
-        await entries.aclose()  # type: ignore[attr-defined]
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,19 @@ from actors.controller.config import ControllerConfig
 from actors.controller.core import ControllerCore, Decision
 from actors.gauges import Gauges
 from bus.port import Bus, Entry, Fenced
-from bus.table import BATCHES, CONTROL, DROPPED, LEASE_S, PROMPTS, ROLLOUT_WORKERS, SCORED, WEIGHTS, Stream
+from bus.reading import read_to_end
+from bus.table import (
+    BATCHES,
+    CONTROL,
+    DROPPED,
+    LEASE_S,
+    PROMPTS,
+    PUBLISH_DEADLINE_S,
+    ROLLOUT_WORKERS,
+    SCORED,
+    WEIGHTS,
+    Stream,
+)
 from schemas import Batch, Control, Dropped, MalformedMessage, Prompt, Scored, UserError, WeightVersion
 
 log = structlog.get_logger()
@@ -144,16 +156,17 @@ class Controller:
         marks = {name: int(seq) for name, seq in batch.marks.items()} if batch else {}
         self._prompts_seq = (await self.bus.info(PROMPTS)).last_seq
         start = marks.get("prompts", 1)
-        if self._prompts_seq >= start:
-            async with contextlib.aclosing(self.bus.read(PROMPTS, start)) as entries:  # type: ignore[type-var]
-                async for entry in entries:
-                    sample, versions = entry.sample, entry.versions
-                    if sample is None or versions is None:  # written by us alone, so this cannot be
-                        raise UserError(f"Entry {entry.seq} of the prompts stream has no valid headers.")
-                    core.saw_prompt(entry.seq, *sample, versions[0])
-                    if entry.seq >= self._prompts_seq:
-                        break
-        dropped = await self._fold_drops(core, marks.get("dropped", 1))
+        async for entry in read_to_end(self.bus, PROMPTS, start, self._prompts_seq + 1, PUBLISH_DEADLINE_S):
+            sample, versions = entry.sample, entry.versions
+            if sample is None or versions is None:  # written by us alone, so this cannot be
+                raise UserError(f"Entry {entry.seq} of the prompts stream has no valid headers.")
+            core.saw_prompt(entry.seq, *sample, versions[0])
+        # All drops, before anything is decided. Verdicts alone would say the same only as long as the recipe is the
+        # same: resumed with a larger staleness bound, a controller trained what had been dropped for its age.
+        dropped = marks.get("dropped", 1)
+        async for entry in read_to_end(self.bus, DROPPED, dropped, silence_s=PUBLISH_DEADLINE_S):
+            self._take(core, entry)
+            dropped = entry.seq + 1
         weights = await self.bus.last(WEIGHTS)
         if weights is not None:
             self._take(core, weights)
@@ -171,21 +184,6 @@ class Controller:
             WEIGHTS: weights.seq + 1 if weights else 1,
             CONTROL: 1,
         }
-
-    async def _fold_drops(self, core: ControllerCore, start: int) -> int:
-        """Take all drops that stand in the log, before anything is decided; returns the sequence after them.
-
-        Verdicts alone would say the same only as long as the recipe is the same: resumed with a larger staleness bound,
-        a controller trained what its predecessor had dropped for its age.
-        """
-        info = await self.bus.info(DROPPED)
-        if info.messages and info.last_seq >= start:
-            async with contextlib.aclosing(self.bus.read(DROPPED, start)) as entries:  # type: ignore[type-var]
-                async for entry in entries:
-                    self._take(core, entry)
-                    if entry.seq >= info.last_seq:
-                        break
-        return max(start, info.last_seq + 1)
 
     async def _look_at_queue(self, core: ControllerCore) -> None:
         while True:

@@ -13,10 +13,11 @@ import pytest
 
 from bus.jetstream import JetStreamBus
 from bus.port import Entry
+from bus.reading import read_to_end
 from bus.restore import Restorer
 from bus.table import PROMPTS, REWARD_WORKERS, ROLLOUT_WORKERS, ROLLOUTS, SCORED, STEPS, Stream
 from ops.audit import audit_run
-from ops.log_source import LogSource, open_log, read_to_end
+from ops.log_source import LogSource, open_log
 from ops.nats_server import NatsServer
 from ops.replay.into_bus import REPLAYED, main, merged, parse_speed, parse_streams
 from ops.replay.into_bus import lay_down as lay
