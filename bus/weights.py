@@ -77,7 +77,7 @@ class WeightStore:
             weight_file = WeightFile(version, name, digest, aside.stat().st_size)
             if not self._holds(weight_file):
                 os.rename(aside, self.root / name)
-                self._sync()
+                sync_folder(self.root)
         finally:
             aside.unlink(missing_ok=True)
         return weight_file
@@ -145,12 +145,14 @@ class WeightStore:
             return False
         return True
 
-    def _sync(self) -> None:
-        descriptor = os.open(self.root, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder's names on the disk: a rename is durable only then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _system_error(error: Exception, path: Path) -> OSError | None:

@@ -7,12 +7,11 @@ as the reading takes. Nothing is written to the log either way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -26,10 +25,10 @@ from ops.findings import PROMISES, Check, Report, Rules
 from ops.host import weights_folder
 from ops.invariants import READ_ORDER, Auditor
 from ops.log_source import LogSource, RunLog, open_log
+from ops.progress import Progress
 from ops.recording.reader import Recording
 from schemas import Control, UserError, WeightVersion
 
-TELL_EVERY_S = 2.0
 LOOK_EVERY = 4096  # entries, at the clock
 SHOWN_MAX = 10
 SHOWN_IF_DAMAGED_MAX = 2  # what is missing breaks promises without end
@@ -69,7 +68,8 @@ async def main(target: str | None, as_json: bool, replay: bool = False) -> int:
     With `replay` its steps are trained again, for I7.
     """
     async with open_log(target) as log:
-        audit = await audit_log(log, _tell if sys.stderr.isatty() else None)
+        with contextlib.closing(Progress("checking")) as progress:
+            audit = await audit_log(log, progress)
         if replay:
             from ops.replay.into_trainer import check_replay
 
@@ -87,10 +87,10 @@ async def audit_run(folder: Path) -> AuditReport:
         return await audit_log(log)
 
 
-async def audit_log(log: LogSource, tell: Callable[[str], None] | None = None) -> AuditReport:
+async def audit_log(log: LogSource, progress: Progress | None = None) -> AuditReport:
     """Audit a log; that of a run folder together with its weights' bytes, as far as they are kept.
 
-    `tell` gets the progress of a long one.
+    `progress` is shown, if given.
 
     Raises:
         UserError: a part of the log was purged, so that nothing can be proved.
@@ -105,14 +105,15 @@ async def audit_log(log: LogSource, tell: Callable[[str], None] | None = None) -
             )
     store = WeightStore(weights_folder(log.folder)) if isinstance(log, RunLog) else None
     auditor = Auditor(_rules_of, lambda event: _digest_of(store, event) if store else None, cut.gated_seq)
-    entries, total, told = 0, sum(info.messages for info in cut.streams.values()), started
+    progress = progress or Progress("checking", shown=False)
+    progress.total = sum(info.messages for info in cut.streams.values())
+    entries = 0
     for stream in READ_ORDER:
         async for entry in log.read(stream, 1, cut.of(stream).last_seq + 1):
             auditor.feed(entry)
             entries += 1
-            if entries % LOOK_EVERY == 0 and tell is not None and time.monotonic() - told > TELL_EVERY_S:
-                told = time.monotonic()
-                tell(f"{entries:,} of {total:,} entries checked")
+            if entries % LOOK_EVERY == 0:
+                progress.show(entries)
     if isinstance(log, Recording):
         await asyncio.to_thread(log.check_files)
     unknown = tuple(
@@ -121,10 +122,6 @@ async def audit_log(log: LogSource, tell: Callable[[str], None] | None = None) -
         if info.messages and name not in KNOWN
     )
     return AuditReport(log.run, auditor.report(), entries, time.monotonic() - started, (*log.damage, *unknown))
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _rules_of(control: Control, time_s: float) -> Rules | None:

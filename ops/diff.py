@@ -23,13 +23,13 @@ from rich.text import Text
 
 from bus.table import BATCHES, ROLLOUTS, SCORED
 from bus.weights import WeightFile, WeightsError, WeightStore
+from ops.console import open_console, tell_damage
 from ops.host import weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.mismatch import Differences, Mismatch, Offender
+from ops.progress import Progress, stopped_by_ctrl_c
 from ops.recipe import Recipe
-from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, Phase, check_range, read_history
-from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.trainer import replay_trainer
 from ops.text import HfTokenizer, visible
 from schemas import Batch, MalformedMessage, Rollout, Scored, StepDone, UserError, WeightVersion

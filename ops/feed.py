@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,8 +49,7 @@ async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> 
 async def beat_for(bus: Bus, supervisor: Supervisor, actor: str) -> None:
     """Beat for the launcher itself, for ever: what comes back tells the supervisor that beats are heard at all."""
     while True:
-        process = f"{socket.gethostname()}:{os.getpid()}"
-        await bus.beat({"actor": actor, "role": "launcher", "process": process, "cpu_s": clock.cpu_s()})
+        await bus.beat({"actor": actor, "role": "launcher", "process": clock.process(), "cpu_s": clock.cpu_s()})
         supervisor.watch_for_hung()
         await asyncio.sleep(BEAT_EVERY_S)
 

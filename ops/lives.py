@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -214,13 +214,18 @@ async def _time_of_step(source: LogSource, step: int) -> float | None:
     return None
 
 
-async def _read_rollouts(source: LogSource, lives: dict[Sample, Life]) -> None:
-    by_seq = {life.rollout_seq: life for life in lives.values() if life.rollout_seq is not None}
-    seqs = sorted(by_seq)
+async def _at(source: LogSource, stream: Stream, seqs: Sequence[int]) -> AsyncIterator[Entry]:
+    """The entries at these sequences, as many at a time as memory bears; none of a window in which one is missing."""
     for at in range(0, len(seqs), GET_WINDOW):
         with contextlib.suppress(LookupError):
-            for entry in await source.get(ROLLOUTS, seqs[at : at + GET_WINDOW]):
-                _take_rollout(by_seq[entry.seq], entry)
+            for entry in await source.get(stream, seqs[at : at + GET_WINDOW]):
+                yield entry
+
+
+async def _read_rollouts(source: LogSource, lives: dict[Sample, Life]) -> None:
+    by_seq = {life.rollout_seq: life for life in lives.values() if life.rollout_seq is not None}
+    async for entry in _at(source, ROLLOUTS, sorted(by_seq)):
+        _take_rollout(by_seq[entry.seq], entry)
     missing = {sample: life for sample, life in lives.items() if life.rollout is None}
     if missing:
         async for life, entry in _of(source, ROLLOUTS, missing):
@@ -246,11 +251,8 @@ async def _read_prompts(source: LogSource, lives: dict[Sample, Life]) -> None:
     if len(sizes) == 1:
         (size,) = sizes
         guessed = {life.group_id * size + life.index + 1: life for life in lives.values()}
-        seqs = sorted(guessed)
-        for at in range(0, len(seqs), GET_WINDOW):
-            with contextlib.suppress(LookupError):
-                for entry in await source.get(PROMPTS, seqs[at : at + GET_WINDOW]):
-                    _take_prompt(guessed[entry.seq], entry)
+        async for entry in _at(source, PROMPTS, sorted(guessed)):
+            _take_prompt(guessed[entry.seq], entry)
     missing = {sample: life for sample, life in lives.items() if life.prompt is None}
     if missing:
         async for life, entry in _of(source, PROMPTS, missing):

@@ -10,18 +10,19 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from bus.table import BATCHES, CONTROL, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.weights import sync_folder
 from ops.log_source import LogSource, initial_model_of, open_log
+from ops.progress import Progress
 from ops.recording.format import SUFFIX
 from ops.recording.reader import Recording
 from ops.recording.writer import RecordingWriter
 from schemas import UserError
 
-TELL_EVERY_S = 2.0
 # What the rest refers to, which is small, before the bulk: a file that was cut off has lost least.
 WRITE_ORDER = (CONTROL, WEIGHTS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, ROLLOUTS)
 
@@ -34,22 +35,24 @@ async def main(target: str | None, out: Path | None, with_model: bool) -> int:
         path = out or Path(f"{log.run}{SUFFIX}")
         model = initial_model_of(log, path) if with_model else None
         started = time.monotonic()
-        writer = await record(log, path, model, lambda text: print(text, flush=True))
+        with contextlib.closing(Progress("recording")) as progress:
+            writer = await record(log, path, model, progress)
     seconds = time.monotonic() - started
     print(f"{path}: {writer.entries:,} entries, {writer.nbytes / 1e6:,.1f} MB, in {seconds:.1f} s")
     print(f"check it with: rollstream audit {path}")
     return 0
 
 
-async def record(log: LogSource, path: Path, model: Path | None, tell: Callable[[str], None]) -> RecordingWriter:
-    """Write a log as it is now into a new file, with the files of `model` if given; `tell` gets the progress.
+async def record(log: LogSource, path: Path, model: Path | None, progress: Progress | None = None) -> RecordingWriter:
+    """Write a log as it is now into a new file, with the files of `model` if given; `progress` is shown, if given.
 
     Raises:
         UserError: the file exists or cannot be written, or the log is damaged.
     """
     cut = await log.cut()
     files = {} if model is None else {file.relative_to(model).as_posix(): file.stat().st_size for file in _files(model)}
-    total, shown = sum(info.messages for info in cut.streams.values()), time.monotonic()
+    progress = progress or Progress("recording", shown=False)
+    progress.total = sum(info.messages for info in cut.streams.values())
     with _aside(path) as file:
         writer = RecordingWriter(file, log.run, log.recipe_yaml, cut, files)
         for name in files:
@@ -60,9 +63,7 @@ async def record(log: LogSource, path: Path, model: Path | None, tell: Callable[
             async for entry in log.read(stream, 1, cut.of(stream).last_seq + 1):
                 if writer.add(entry):
                     await asyncio.to_thread(writer.flush)
-                    if time.monotonic() - shown > TELL_EVERY_S:
-                        shown = time.monotonic()
-                        tell(f"{writer.entries:,} of {total:,} entries, {writer.nbytes / 1e6:,.0f} MB")
+                    progress.show(writer.entries)
         await asyncio.to_thread(writer.finish)
         if log.damage:
             raise UserError(f"{log.run} cannot be recorded: {log.damage[0]}.", "Read `rollstream audit` of it.")
@@ -86,7 +87,7 @@ def _aside(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         remedy = (
             "Free some space, or name another place with --out." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -97,11 +98,3 @@ def _aside(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,9 +55,14 @@ def fork_server(heavy: bool = True) -> multiprocessing.context.BaseContext:
     return context
 
 
+def die_with_parent() -> None:
+    """From now on a parent that is killed takes this process with it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(target: Callable[..., None], args: tuple[object, ...], output: Path) -> None:
     """What a forked child does first: die with its launcher, leave the terminal alone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # of the fork server
+    die_with_parent()  # the fork server
     if b"forkserver" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():  # it died before that
         os.kill(os.getpid(), signal.SIGKILL)
     # The fork server outlives a killed launcher as long as it has children, so they watch the launcher themselves.

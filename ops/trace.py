@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from bus.table import BATCHES, PROMPTS
+from ops.console import open_console, tell_damage
 from ops.lives import Life, Sample, read_lives
 from ops.log_source import LogSource, initial_model_of, open_log
-from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, read_history
 from ops.text import HfTokenizer
 from ops.trace_view import Decoder, print_life, print_lives

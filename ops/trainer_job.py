@@ -10,21 +10,20 @@ A rank that dies ends the job, and the supervisor starts it again: from the newe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from actors import clock
 from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.recipe import Recipe
+from ops.supervise import die_with_parent
 
 PROCESS = "ROLLSTREAM_TRAINER_PROCESS"  # host:pid that rank 0 beats for, so that the supervisor hears its child
-PR_SET_PDEATHSIG = 1
 
 
 def run_job(spec: ProcessSpec, recipe: Recipe) -> int:
@@ -42,7 +41,7 @@ def run_job(spec: ProcessSpec, recipe: Recipe) -> int:
             "OMP_NUM_THREADS": str(recipe.trainer.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             **os.environ,
-            PROCESS: f"{socket.gethostname()}:{os.getpid()}",
+            PROCESS: clock.process(),
         },
         start_new_session=True,  # Ctrl-C reaches the launcher, which has all end in order
         preexec_fn=die_with_parent,
@@ -79,11 +78,6 @@ def read_job(file: Path) -> ProcessSpec:
     told = json.loads(file.read_text())
     ((role, name),) = told["actors"]
     return ProcessSpec(((role, name),), told["run"], told["url"], Path(told["folder"]), told["recipe_yaml"])
-
-
-def die_with_parent() -> None:
-    """From now on a parent that is killed takes this process with it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def write_job(spec: ProcessSpec) -> Path:

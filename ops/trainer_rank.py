@@ -22,7 +22,8 @@ from pathlib import Path
 from actors import clock
 from ops.host import ProcessSpec
 from ops.host import main as host_main
-from ops.trainer_job import PROCESS, die_with_parent, rank_spec, read_job
+from ops.supervise import die_with_parent
+from ops.trainer_job import PROCESS, rank_spec, read_job
 from schemas import UserError
 
 

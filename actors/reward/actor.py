@@ -118,16 +118,7 @@ class RewardWorker:
             self.gauges.resume()
         self._in_flight += 1
         try:
-            return await self.pool.score(
-                RewardRequest(
-                    sample_id=message.sample_id,
-                    prompt=message.prompt,
-                    response=message.text,
-                    finish=message.finish,
-                    task=message.task,
-                    tokens=message.tokens.tolist(),
-                )
-            )
+            return await self.pool.score(RewardRequest.of(message))
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from schemas import Rollout
+
 Status = Literal["scored", "timeout", "error", "invalid"]
 
 
@@ -25,6 +27,13 @@ class RewardRequest:
     """The data row that the prompt came from, with its `answer` and whatever else the row holds."""
     tokens: Sequence[int] | None = None
     """The reply's token ids."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "RewardRequest":
+        """What is asked about a rollout."""
+        return cls(
+            rollout.sample_id, rollout.prompt, rollout.text, rollout.finish, rollout.task, rollout.tokens.tolist()
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from typing import Any
 import structlog
 import torch
 
+from bus.weights import sync_folder
+
 log = structlog.get_logger(__name__)
 
 _STATE, _MANIFEST, _ASIDE = "state.pt", "manifest.json", ".tmp-"
@@ -58,7 +60,7 @@ def save(root: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     with open(aside / _MANIFEST, "w") as file:
         json.dump(manifest, file)
         _sync(file.fileno(), file.flush)
-    _sync_directory(aside)
+    sync_folder(aside)
 
     # The name tells the content: a step saved twice never has to remove the first to make room for the second.
     final = root / f"step-{step:06d}-{description['digest'].removeprefix('sha256-')[:8]}"
@@ -66,7 +68,7 @@ def save(root: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
         shutil.rmtree(aside if _whole(final) else final)
     if aside.exists():
         os.rename(aside, final)
-    _sync_directory(root)
+    sync_folder(root)
     others = [path for path in _newest_first(root) if path != final]
     older = [path for path in others if _step(path) != step]
     for path in {*others} - {*older[: max(keep - 1, 0)]}:
@@ -116,11 +118,3 @@ def _describe(path: Path) -> dict[str, Any]:
 def _sync(descriptor: int, flush: Any) -> None:
     flush()
     os.fsync(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,13 +37,13 @@ from bus.table import (
     Stream,
     check_run_name,
 )
+from ops.console import open_console, tell_damage
 from ops.folders import RUNS
 from ops.host import initial_model, weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.nats_server import NatsServer
-from ops.replay.console import open_console, tell_damage
+from ops.progress import Progress, stopped_by_ctrl_c
 from ops.replay.history import History, check_range, newest_recipe_of, read_history
-from ops.replay.progress import Progress, stopped_by_ctrl_c
 from schemas import UserError
 
 # Leases are no record: they end with the seconds that they were taken for. Ties in time are broken in this order.

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from actors.reward.verdict import Verdict
 from bus.table import ROLLOUTS
+from ops.console import open_console, tell_damage
 from ops.log_source import open_log
+from ops.progress import Progress, stopped_by_ctrl_c
 from ops.replay.changes import read_changes
-from ops.replay.console import open_console, tell_damage
 from ops.replay.history import newest_recipe_of
-from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.rescore import Rescored, rescore_log, reward_pool
 from schemas import UserError
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ops.console import open_console, tell_damage
 from ops.findings import REPLAYED, Check
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
+from ops.progress import Progress, stopped_by_ctrl_c
 from ops.replay.changes import Changes, Rebatcher, read_changes
 from ops.replay.compare import CAVEAT, ComparedStep, largest_difference, plot_comparison, print_comparison
-from ops.replay.console import open_console, tell_damage
 from ops.replay.history import History, Phase, check_range, read_history
-from ops.replay.progress import Progress, stopped_by_ctrl_c
 from ops.replay.trainer import replay_trainer
 from schemas import StepDone, UserError, WeightVersion
 

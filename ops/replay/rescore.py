@@ -56,16 +56,7 @@ async def reward_pool(recipe: Recipe) -> AsyncIterator[RewardPool]:
 
 async def score_again(pool: RewardPool, rollout: Rollout) -> Verdict:
     """What the reward function says of a recorded rollout, asked as the reward worker asks."""
-    return await pool.score(
-        RewardRequest(
-            sample_id=rollout.sample_id,
-            prompt=rollout.prompt,
-            response=rollout.text,
-            finish=rollout.finish,
-            task=rollout.task,
-            tokens=rollout.tokens.tolist(),
-        )
-    )
+    return await pool.score(RewardRequest.of(rollout))
 
 
 async def rescore_log(source: LogSource, pool: RewardPool) -> AsyncIterator[Rescored]:

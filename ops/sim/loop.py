@@ -63,14 +63,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         before_s, after_s = self.thread_s()
         future: asyncio.Future[T] = self.create_future()
 
-        def finish(result: T | None, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
-
         def call() -> None:
             result, error = None, None
             try:
@@ -79,10 +71,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 raise
             except BaseException as raised:
                 error = raised
-            self.call_later(after_s, finish, result, error)
+            self.call_later(after_s, settle, future, result, error)
 
         self.call_later(before_s, call)
         return future
+
+
+def settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    """Give a future what came of a call, unless it was cancelled meanwhile."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def run_virtual(work: Coroutine[Any, Any, T], loop: VirtualLoop | None = None) -> tuple[T, float]:

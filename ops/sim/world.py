@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from actors import clock
 from bus.memory import MemoryHub
 from bus.port import Entry
-from ops.sim.loop import VirtualLoop
+from ops.sim.loop import VirtualLoop, settle
 from ops.sim.scenario import AT_CALL, Dice, Scenario
 
 T = TypeVar("T")
@@ -176,15 +176,7 @@ class _Loop(VirtualLoop):
             if fate:
                 world.kill(process)
                 return
-            self.call_later(after_s, process.when_running, lambda: finish(result, error))
-
-        def finish(result: T | None, error: Exception | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            self.call_later(after_s, process.when_running, lambda: settle(future, result, error))
 
         self.call_later(before_s, process.when_running, call)
         return future

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +168,21 @@ async def _all_of(bus: JetStreamBus, stream: Stream) -> list[Message]:
                 if entry.seq >= info.last_seq:
                     break
     return messages
+
+
+def run_apart(namespace: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
+    """Run a stage in namespaces of its own; returns what its last line tells, which is JSON."""
+    stage = subprocess.run(
+        [*namespace, *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    print(stage.stdout)  # pytest shows it if the test fails
+    assert stage.returncode == 0
+    told: dict[str, Any] = json.loads(stage.stdout.splitlines()[-1])
+    return told

@@ -18,6 +18,7 @@ from ops.nats_cluster import NatsCluster
 from ops.nats_server import NatsServer
 from schemas import Control, UserError
 from tests.e2e.harness import Launched, assert_sound, read_all
+from tests.e2e.partition import leader_of_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -33,14 +34,6 @@ def nodes(tmp_path: Path) -> Iterator[NatsCluster]:
     asyncio.run(cluster.start(tmp_path / "cluster"))
     yield cluster
     asyncio.run(cluster.stop())
-
-
-async def leader_of_steps(url: str, run: str) -> str:
-    bus = JetStreamBus(run, url)
-    await bus.connect()
-    answer = await bus._api(f"STREAM.INFO.{stream_name(run, STEPS)}")
-    await bus.close()
-    return str(answer["cluster"]["leader"])
 
 
 def test_a_run_goes_on_when_the_server_that_leads_its_streams_dies_for_good(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import ROOT
+from tests.e2e.harness import run_apart
 
 pytestmark = pytest.mark.e2e
 
@@ -36,19 +34,7 @@ def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(
     if reason := why_not():
         pytest.skip(reason)
     command = [sys.executable, "-m", "tests.e2e.full_disk", str(recipe), str(initial), str(tmp_path / "run"), part]
-    stage = subprocess.run(
-        [*NAMESPACE, *command, str(STEPS)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert stage.returncode == 0, stage.stdout
-    told = json.loads(stage.stdout.splitlines()[-1])
-    print(told)
+    told = run_apart(NAMESPACE, [*command, str(STEPS)])
     said = "\n".join(told["said"])
     assert told["status"] == 2, said
     assert "error: " in said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import ROOT
+from tests.e2e.harness import run_apart
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 24
+NAMESPACE = ("unshare", "-rmn", "--fork", "--pid", "--kill-child", "--mount-proc")
 CUT_S = 8.0  # at least, and until steps are done again: both sides have noticed, a new leader is elected
 
 
@@ -39,20 +38,8 @@ def test_a_run_outlives_the_cut_of_one_servers_network_and_its_return(
     folder = tmp_path / "run"
     shutil.copytree(initial, folder / "initial")
     command = [sys.executable, "-m", "tests.e2e.partition", str(tmp_path), str(recipe), str(STEPS), str(CUT_S)]
-    stage = subprocess.run(
-        ["unshare", "-rmn", "--fork", "--pid", "--kill-child", "--mount-proc", *command],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert stage.returncode == 0, stage.stdout
-    told = json.loads(stage.stdout.splitlines()[-1])
-    print(told)
-    assert told["status"] == 0, stage.stdout
-    assert told["audit_clean"], stage.stdout
-    assert told["steps_while_cut"] > 0, stage.stdout
-    assert told["steps_after"] > 0, stage.stdout
+    told = run_apart(NAMESPACE, command)
+    assert told["status"] == 0
+    assert told["audit_clean"]
+    assert told["steps_while_cut"] > 0
+    assert told["steps_after"] > 0

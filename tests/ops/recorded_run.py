@@ -45,7 +45,7 @@ async def record_run(folder: Path) -> Path:
         over.set()
         await asyncio.gather(*actors.values())
     path = folder / f"{RUN}.rollstream"
-    await record(RunLog(bus, folder, recipe.to_yaml()), path, initial_model(folder), lambda text: None)
+    await record(RunLog(bus, folder, recipe.to_yaml()), path, initial_model(folder))
     return path
 
 
@@ -91,7 +91,7 @@ class Altered(LogInLists):
 
 async def record_altered(log: Altered, recorded: Path, path: Path) -> Path:
     """Record a changed log with the initial model of the recorded run."""
-    await record(log, path, initial_model(recorded.parent), lambda text: None)
+    await record(log, path, initial_model(recorded.parent))
     return path
 
 

@@ -39,7 +39,7 @@ async def make_recording(
     model.mkdir(exist_ok=True)
     for name, content in MODEL.items():
         (model / name).write_bytes(content)
-    await record(LogInLists(log or whole_run()), path, model if with_model else None, lambda text: None)
+    await record(LogInLists(log or whole_run()), path, model if with_model else None)
     return path
 
 

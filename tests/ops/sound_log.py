@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bus.jetstream import JetStreamBus
 from bus.port import Entry, StreamInfo, headers_of, key_of
 from bus.table import STREAM_OF, Stream
 from ops.findings import Report, Rules
 from ops.invariants import READ_ORDER, Auditor
+from ops.nats_server import NatsServer
 from ops.recording.cut import Cut, cut_of
 from schemas import Batch, Control, Dropped, Message, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion, encode
 
@@ -187,3 +191,16 @@ class LogInLists:
     async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
         by_seq = {entry.seq: entry for entry in self._log.entries[stream.name]}
         return [by_seq[seq] for seq in seqs]
+
+
+async def stored_run(folder: Path, server: NatsServer) -> JetStreamBus:
+    """Start `server` on a run's folder and store a whole run in it; returns a connected bus."""
+    url = await server.start(folder)
+    (folder / "run.json").write_text(json.dumps({"run": RUN, "url": url, "pid": 1}))
+    bus = JetStreamBus(RUN, url)
+    await bus.connect()
+    await bus.setup()
+    for entries in whole_run().entries.values():
+        for entry in entries:
+            await bus.publish(entry.message())
+    return bus

@@ -11,7 +11,6 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.jetstream import JetStreamBus
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Entry, dead_letter_headers
 from bus.table import (
@@ -39,7 +38,7 @@ from schemas import (
     Dropped,
     UserError,
 )
-from tests.ops.sound_log import ETA, RUN, SIZE, STEPS_PLANNED, Log, prompts, whole_run
+from tests.ops.sound_log import ETA, RUN, SIZE, STEPS_PLANNED, Log, prompts, stored_run, whole_run
 
 
 def broken(report: Report) -> dict[str, list[str]]:
@@ -361,14 +360,7 @@ async def test_a_run_folder_is_audited_while_its_server_runs_and_after(
     folder = tmp_path / RUN
     folder.mkdir()
     server = NatsServer()
-    url = await server.start(folder)
-    (folder / "run.json").write_text(json.dumps({"run": RUN, "url": url, "pid": 1}))
-    bus = JetStreamBus(RUN, url)
-    await bus.connect()
-    await bus.setup()
-    for entries in whole_run().entries.values():
-        for entry in entries:
-            await bus.publish(entry.message())
+    bus = await stored_run(folder, server)
     live = await audit_run(folder)
     assert live.report.checks[0].checked == 60
     await bus.publish(Dropped(group_id=3, index=1, reason="error"))

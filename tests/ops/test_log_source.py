@@ -20,7 +20,7 @@ from ops.nats_server import NatsServer, in_use
 from ops.record import main as record_main
 from ops.recording.reader import Recording
 from schemas import UserError
-from tests.ops.sound_log import RUN, whole_run
+from tests.ops.sound_log import RUN, stored_run, whole_run
 
 
 @pytest.fixture
@@ -30,14 +30,7 @@ async def folder(tmp_path: Path) -> AsyncIterator[Path]:
     (folder / "initial").mkdir(parents=True)
     (folder / "initial" / "config.json").write_text("{}")
     server = NatsServer()
-    url = await server.start(folder)
-    (folder / "run.json").write_text(json.dumps({"run": RUN, "url": url, "pid": 1}))
-    bus = JetStreamBus(RUN, url)
-    await bus.connect()
-    await bus.setup()
-    for entries in whole_run().entries.values():
-        for entry in entries:
-            await bus.publish(entry.message())
+    bus = await stored_run(folder, server)
     await bus.close()
     yield folder
     await server.stop()

@@ -14,6 +14,7 @@ from bus.table import CONTROL, DROPPED, LEASES, PARTIALS, PROMPTS, ROLLOUTS, STE
 from ops.audit import audit_log, main
 from ops.invariants import READ_ORDER
 from ops.log_source import initial_model_of, open_log
+from ops.progress import Progress
 from ops.record import record
 from ops.recording import reader
 from ops.recording.cut import Cut
@@ -22,10 +23,6 @@ from ops.recording.reader import Recording, open_recording
 from schemas import Control, UserError
 from tests.ops.recordings import MODEL, all_of, make_recording, places_of
 from tests.ops.sound_log import RUN, Log, LogInLists, whole_run
-
-
-def quiet(text: str) -> None:
-    """Takes the progress and tells nobody."""
 
 
 async def test_all_entries_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +110,7 @@ async def test_a_run_that_goes_on_is_recorded_up_to_one_cut(tmp_path: Path) -> N
     """Else a step would be in the file whose batch is not, and the audit would accuse a sound run."""
     log = whole_run()
     want = {name: len(entries) for name, entries in log.entries.items()}
-    await record(Growing(log), tmp_path / "a.rollstream", None, quiet)
+    await record(Growing(log), tmp_path / "a.rollstream", None)
     async with open_log(str(tmp_path / "a.rollstream")) as recording:
         got = {stream.name: (await recording.info(stream)).messages for stream in READ_ORDER}
         assert got == {**want, "partials": 0}
@@ -154,7 +151,7 @@ async def test_a_run_that_is_stopped_in_the_midst_of_it_leaves_nothing(tmp_path:
                     yield entry
                 await asyncio.sleep(0)
 
-    task = asyncio.ensure_future(record(Endless(whole_run()), tmp_path / "a.rollstream", None, quiet))
+    task = asyncio.ensure_future(record(Endless(whole_run()), tmp_path / "a.rollstream", None))
     while not list(tmp_path.iterdir()):
         await asyncio.sleep(0.01)
     task.cancel()
@@ -169,7 +166,7 @@ async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match=r"cannot be written: No space left on device\. Free some space"):
-        await record(LogInLists(whole_run()), tmp_path / "a.rollstream", None, quiet)
+        await record(LogInLists(whole_run()), tmp_path / "a.rollstream", None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,7 +174,7 @@ async def test_a_file_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a.rollstream"
     path.write_text("mine")
     with pytest.raises(UserError, match="exists and is left as it is"):
-        await record(LogInLists(whole_run()), path, None, quiet)
+        await record(LogInLists(whole_run()), path, None)
     assert path.read_text() == "mine"
 
 
@@ -208,7 +205,7 @@ async def test_a_second_recording_of_a_recording_is_refused(tmp_path: Path, monk
 
 
 async def test_streams_that_were_never_written_to_are_empty(tmp_path: Path) -> None:
-    await record(LogInLists(Log()), tmp_path / "a.rollstream", None, quiet)
+    await record(LogInLists(Log()), tmp_path / "a.rollstream", None)
     async with open_log(str(tmp_path / "a.rollstream")) as log:
         for stream in (CONTROL, DROPPED, STEPS):
             assert await log.info(stream) == StreamInfo(1, 0, 0, 0)
@@ -234,11 +231,13 @@ async def test_streams_of_another_version_are_told_if_unknown_and_empty_if_not_t
     assert not audit.clean
 
 
-async def test_a_long_audit_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.audit.TELL_EVERY_S", 0.0)
+async def test_a_long_audit_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ops.progress.PLAIN_EVERY_S", 0.0)
     monkeypatch.setattr("ops.audit.LOOK_EVERY", 20)
-    told: list[str] = []
     log = whole_run()
     total = sum(map(len, log.entries.values()))
-    await audit_log(LogInLists(log), told.append)
-    assert told == [f"{count} of {total} entries checked" for count in range(20, total + 1, 20)]
+    await audit_log(LogInLists(log), Progress("checking"))
+    told = [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == [f"checking: {count} of {total}" for count in range(20, total + 1, 20)]

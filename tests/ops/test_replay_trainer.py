@@ -135,7 +135,7 @@ async def test_ctrl_c_leaves_what_was_done(
             os.kill(os.getpid(), signal.SIGINT)
 
     drawn = []
-    monkeypatch.setattr("ops.replay.progress.Progress.show", interrupt)
+    monkeypatch.setattr("ops.progress.Progress.show", interrupt)
     monkeypatch.setattr("ops.replay.into_trainer.plot_comparison", lambda steps, *where: drawn.append(len(steps)))
     out = tmp_path / "out"
     assert await into_trainer.main(str(recorded), ["trainer.lr=1e-4"], 0, None, out, False) == 130

@@ -257,7 +257,7 @@ async def test_a_recording_without_a_model_tells_token_ids(
     """Whoever may not pass the model on can still pass the log on."""
     path = tmp_path / "bare.rollstream"
     async with open_log(str(recorded)) as source:
-        await record(source, path, None, lambda text: None)
+        await record(source, path, None)
         life = await life_of(source, "2-1")
     assert await trace.main("2-1", str(path), False) == 0
     assert life.rollout is not None

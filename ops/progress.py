@@ -14,11 +14,14 @@ PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """`replaying: 12 of 30, 14 s left`: one line that changes on a terminal, a line now and then elsewhere."""
+    """`replaying: 12 of 30, 14 s left`: one line that changes on a terminal, a line now and then elsewhere.
 
-    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+    `total` may be set when it is known.
+    """
+
+    def __init__(self, what: str, total: int = 0, shown: bool = True) -> None:
+        self.total = total
         self._what = what
-        self._total = total
         self._shown = shown
         self._terminal = sys.stderr.isatty()
         self._began_s = self._told_s = time.monotonic()
@@ -35,8 +38,8 @@ class Progress:
             return
         self._told_s = now_s
         made = done - self._first
-        left = f", {(now_s - self._began_s) / made * (self._total - done):.0f} s left" if made else ""
-        text = f"{self._what}: {done:,} of {self._total:,}{left}"
+        left = f", {(now_s - self._began_s) / made * (self.total - done):.0f} s left" if made else ""
+        text = f"{self._what}: {done:,} of {self.total:,}{left}"
         sys.stderr.write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._written = self._terminal

@@ -1,4 +1,4 @@
-"""Where replays and traces print: wide enough for tables when nobody's terminal sets the width."""
+"""Where what reads logs prints: wide enough for tables when nobody's terminal sets the width."""
 
 from __future__ import annotations
 
