@@ -404,7 +404,9 @@ def sim(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many runs.")] = 2000,
     first: Annotated[int, typer.Option("--first", min=0, help="The first seed.")] = 0,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Run for so long instead of --seeds.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.01, help="Run for so long instead of --seeds.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Run this one only.")] = None,
     scenario: Annotated[str | None, typer.Option("--scenario", help="Run this one only, as printed before.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="With one run: show all that happened.")] = False,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cli import app
 from ops.sim import command
 from ops.sim.scenario import Scenario
 from ops.sim.shrink import shrink
@@ -57,3 +59,9 @@ def test_a_scenario_that_breaks_a_promise_fails_the_command(
 def test_a_missing_file_of_regressions_is_told_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no file .*kept\.txt"):
         command.main(0, 1, 1, None, tmp_path / "kept.txt")
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "-1"], ["--jobs", "0"], ["--seeds", "0"]])
+def test_a_run_of_nothing_is_refused(arguments: list[str]) -> None:
+    """All promises kept in 0 seeds would sound like a proof."""
+    assert CliRunner().invoke(app, ["sim", *arguments]).exit_code == 2
