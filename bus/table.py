@@ -14,6 +14,7 @@ from schemas import (
     Batch,
     Control,
     Dropped,
+    Evaluation,
     Message,
     Partial,
     Prompt,
@@ -63,12 +64,14 @@ BATCHES: Final = Stream("batches")
 WEIGHTS: Final = Stream("weights")
 STEPS: Final = Stream("steps")
 DROPPED: Final = Stream("dropped")
+EVALUATIONS: Final = Stream("evaluations")
 CONTROL: Final = Stream("control")
 LEASES: Final = Stream("leases", keyed=True, newest_only=True, expires=True)
 DEAD: Final = Stream("dead", keyed=True)
 
 STREAMS: Final[tuple[Stream, ...]] = (
-    PROMPTS, PARTIALS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, CONTROL, LEASES, DEAD,
+    PROMPTS, PARTIALS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, CONTROL, LEASES,
+    DEAD,
 )  # fmt: skip
 STREAM_OF: Final[dict[type[Message], Stream]] = {
     Prompt: PROMPTS,
@@ -79,6 +82,7 @@ STREAM_OF: Final[dict[type[Message], Stream]] = {
     WeightVersion: WEIGHTS,
     StepDone: STEPS,
     Dropped: DROPPED,
+    Evaluation: EVALUATIONS,
     Control: CONTROL,
 }
 

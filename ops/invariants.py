@@ -23,6 +23,7 @@ from bus.table import (
     CONTROL,
     DEAD,
     DROPPED,
+    EVALUATIONS,
     PARTIALS,
     PROMPTS,
     PUBLISH_DEADLINE_S,
@@ -40,10 +41,12 @@ from ops.raw_entries import (
     sample_key,
     segments_in,
 )
-from schemas import Batch, Control, MalformedMessage, Segments, StepDone, WeightVersion
+from schemas import Batch, Control, Evaluation, MalformedMessage, Segments, StepDone, WeightVersion
 from schemas.upcast import NewerMessage
 
-READ_ORDER: Final = (CONTROL, WEIGHTS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD)
+READ_ORDER: Final = (
+    CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD,
+)  # fmt: skip
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
 
 
@@ -120,12 +123,14 @@ class Auditor:
         self._rolled: set[int] = set()
         self._judged: set[int] = set()
         self._ages: dict[int, Counter[int]] = defaultdict(Counter)  # step -> age -> trained tokens
+        self._evaluated: set[str] = set()  # ids
         self._steps = 0
         self._totals: Counter[str] = Counter()
         self._dead_letters: list[str] = []
         self._take: dict[str, Callable[[Entry], None]] = {
             CONTROL.name: self._control,
             WEIGHTS.name: self._weights,
+            EVALUATIONS.name: self._evaluation,
             BATCHES.name: self._batch,
             DROPPED.name: self._drop,
             PROMPTS.name: self._prompt,
@@ -205,6 +210,18 @@ class Auditor:
             self._totals["weight files compared"] += 1
             if digest != event.digest:
                 check.fail(f"version {event.version} was announced as {event.digest}, {event.path} is {digest}")
+
+    def _evaluation(self, entry: Entry) -> None:
+        """Version 0 may be evaluated before it is announced: it is the model that the run begins with."""
+        evaluation, log = entry.message(), self.checks["log"]
+        assert isinstance(evaluation, Evaluation)
+        log.checked += 1
+        if evaluation.version and evaluation.version not in self._published_s:
+            log.fail(f"evaluations {entry.seq} is of version {evaluation.version}, which was never announced")
+        if evaluation.id in self._evaluated:
+            log.fail(f"version {evaluation.version} is evaluated twice on {evaluation.data}")
+        self._evaluated.add(evaluation.id)
+        self._totals["evaluations"] += 1
 
     def _batch(self, entry: Entry) -> None:
         batch, once = entry.message(), self.checks["I3"]

@@ -14,7 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from bus.table import BATCHES, CONTROL, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.table import (
+    BATCHES,
+    CONTROL,
+    DEAD,
+    DROPPED,
+    EVALUATIONS,
+    PARTIALS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    STEPS,
+    WEIGHTS,
+)
 from bus.weights import sync_folder
 from ops.log_source import LogSource, initial_model_of, open_log
 from ops.progress import Progress
@@ -24,7 +36,7 @@ from ops.recording.writer import RecordingWriter
 from schemas import UserError
 
 # What the rest refers to, which is small, before the bulk: a file that was cut off has lost least.
-WRITE_ORDER = (CONTROL, WEIGHTS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, ROLLOUTS)
+WRITE_ORDER = (CONTROL, WEIGHTS, EVALUATIONS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, ROLLOUTS)
 
 
 async def main(target: str | None, out: Path | None, with_model: bool) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from schemas.messages import Control as Control
     from schemas.messages import Dropped as Dropped
     from schemas.messages import DropReason as DropReason
+    from schemas.messages import Evaluation as Evaluation
     from schemas.messages import Finish as Finish
     from schemas.messages import Message as Message
     from schemas.messages import Partial as Partial
@@ -38,8 +39,8 @@ _HOMES = {
     "schemas.fields": ("Segments",),
     "schemas.codec": ("PAYLOAD_BYTES_MAX", "decode", "encode"),
     "schemas.messages": (
-        "Batch", "Control", "Dropped", "DropReason", "Finish", "Message", "Partial", "Prompt", "Rollout", "Scored",
-        "StepDone", "Verdict", "WeightVersion", "oldest_and_newest", "parse_sample_id", "sample_id",
+        "Batch", "Control", "Dropped", "DropReason", "Evaluation", "Finish", "Message", "Partial", "Prompt", "Rollout",
+        "Scored", "StepDone", "Verdict", "WeightVersion", "oldest_and_newest", "parse_sample_id", "sample_id",
     ),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -59,6 +59,17 @@ def integer(low: int = 0, high: int = (1 << 62), default: Any = dataclasses.MISS
     return _declare(Codec(check, _same, _same), default)
 
 
+def flag(default: Any = dataclasses.MISSING) -> Any:
+    """True or false."""
+
+    def check(value: Any) -> bool:
+        if type(value) is not bool:
+            raise MalformedMessage(f"must be true or false, not {_brief(value)}")
+        return value
+
+    return _declare(Codec(check, _same, _same), default)
+
+
 def number(default: Any = dataclasses.MISSING, optional: bool = False) -> Any:
     """A finite float; `None` too if `optional`."""
 

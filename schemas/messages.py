@@ -24,6 +24,7 @@ from schemas.fields import (
     array,
     choice,
     data,
+    flag,
     integer,
     number,
     numbers,
@@ -33,6 +34,7 @@ from schemas.fields import (
 
 Finish: TypeAlias = Literal["stop", "length"]
 Verdict: TypeAlias = Literal["scored", "timeout", "error", "invalid"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 DropReason: TypeAlias = Literal[
     "zero_variance", "filtered", "stale", "timeout", "error", "invalid", "group_too_small", "bad_prompt", "dead_letter",
     "run_ended",
@@ -218,6 +220,8 @@ class Rollout(Sample):
     `prompt_tokens` int32[P], `tokens` int32[T], `logprobs` float32[T]: log-probabilities under the behaviour policy,
     the distribution that was really sampled. `segments` cover T. `text` is the decoded response, so that nobody behind
     needs a tokenizer. `seconds` runs from the prompt's arrival to the last token, `resumed` counts the hand-overs.
+    An answer that was given up before its budget was used has finish `length`, the reason in `stopped` ("repetition",
+    "budget", "predicate") and in `saved` how many tokens it was still allowed.
     """
 
     TYPE: ClassVar[str] = "rollout"
@@ -233,6 +237,8 @@ class Rollout(Sample):
     worker: str = string(200, "")
     seconds: float = number(0.0)
     resumed: int = integer(default=0)
+    stopped: str = string(100, "")
+    saved: int = integer(default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,12 +356,13 @@ class Batch(Message):
 class WeightVersion(Message):
     """Trainer rank 0 → everybody: the weights of `version` are at `path`, relative to the run's weight store.
 
-    `digest` is that of the file's bytes. `kind` full: `base` is -1. Bytes are written first, this event after them.
+    `digest` is that of the file's bytes. `kind` full: `base` is -1; adapter: a LoRA adapter over the full version `base`.
+    Bytes are written first, this event after them.
     """
 
     TYPE: ClassVar[str] = "weights"
     version: int = integer(0, 1 << 31)
-    kind: Literal["full", "delta"] = choice("full", "delta", default="full")
+    kind: Literal["full", "delta", "adapter"] = choice("full", "delta", "adapter", default="full")
     base: int = integer(-1, 1 << 31, default=-1)
     path: str = string(1000)
     digest: str = string(200)
@@ -394,14 +401,69 @@ class StepDone(Message):
 
 @_register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Evaluation(Message):
+    """Evaluator → everybody: how `version` did on the held-out problems of `data`, of which there are `count`.
+
+    Example: `Evaluation(version=40, data="task.py:draw", reward=0.75, count=4, verdicts={"scored": 3, "timeout": 1})`.
+    `verdicts` count the problems by verdict and sum to `count`. `reward` is the mean over those that were scored, None
+    if none was; `parts` are the means of the reward's named shares. `finished` is the share of answers that ended by
+    themselves, `response_length` their mean length in tokens. `skipped` int64[k]: versions that were due before it and
+    will have no evaluation.
+    """
+
+    TYPE: ClassVar[str] = "evaluation"
+    version: int = integer(0, 1 << 31)
+    data: str = string(1000)
+    reward: float | None = number(optional=True)
+    parts: dict[str, float] = numbers(())
+    count: int = integer(1)
+    verdicts: dict[str, float] = numbers()
+    finished: float = number(0.0)
+    response_length: float = number(0.0)
+    greedy: bool = flag(True)
+    seconds: float = number(0.0)
+    worker: str = string(200, "")
+    skipped: LongArray = array("<i8", ())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.verdicts.keys() <= set(VERDICTS) or sum(self.verdicts.values()) != self.count:
+            raise MalformedMessage(f"evaluation.verdicts must count its {self.count} problems, not {self.verdicts}")
+        if (self.reward is None) == (self.verdicts.get("scored", 0) > 0):
+            raise MalformedMessage("evaluation.reward must be there if, and only if, a problem was scored")
+
+    @property
+    def id(self) -> str:
+        """A version is evaluated once on each set."""
+        return f"{self.version}/{self.data}"
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The version that was evaluated."""
+        return self.version, self.version
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Control(Message):
-    """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join."""
+    """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join.
+
+    `scale` carries `workers`, how many of each role shall run beside the launcher: `{"rollout": 3}`.
+    """
 
     TYPE: ClassVar[str] = "control"
-    action: Literal["start", "pause", "resume", "stop"] = choice("start", "pause", "resume", "stop")
+    action: Literal["start", "pause", "resume", "stop", "scale"] = choice("start", "pause", "resume", "stop", "scale")
     nonce: str = string(100)
     recipe: str = string(default="")
     detail: str = string(4000, "")
+    workers: dict[str, float] = numbers(())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.action == "scale") != bool(self.workers):
+            raise MalformedMessage("control.workers must be there if, and only if, the action is scale")
+        if any(count < 0 or count != int(count) for count in self.workers.values()):
+            raise MalformedMessage(f"control.workers must be counts, not {self.workers}")
 
     @property
     def id(self) -> str:

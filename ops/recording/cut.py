@@ -7,11 +7,26 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from bus.port import StreamInfo
-from bus.table import BATCHES, CONTROL, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
+from bus.table import (
+    BATCHES,
+    CONTROL,
+    DEAD,
+    DROPPED,
+    EVALUATIONS,
+    PARTIALS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    STEPS,
+    WEIGHTS,
+    Stream,
+)
 
 # What refers is measured before what it refers to, which can only have grown meanwhile. Drops come after the prompts
 # that are held to the gate, and before those that they may end.
-CUT_ORDER: Final = (STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD)
+CUT_ORDER: Final = (
+    EVALUATIONS, STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD,
+)  # fmt: skip
 
 
 class Measured(Protocol):

@@ -25,6 +25,7 @@ from bus.table import (
     CONTROL,
     DEAD,
     DROPPED,
+    EVALUATIONS,
     PARTIALS,
     PROMPTS,
     REWARD_WORKERS,
@@ -47,7 +48,9 @@ from ops.replay.history import History, check_range, newest_recipe_of, read_hist
 from schemas import UserError
 
 # Leases are no record: they end with the seconds that they were taken for. Ties in time are broken in this order.
-REPLAYED: Final = (CONTROL, PROMPTS, PARTIALS, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, DEAD)
+REPLAYED: Final = (
+    CONTROL, PROMPTS, PARTIALS, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, EVALUATIONS, DEAD,
+)  # fmt: skip
 
 
 async def main(
@@ -199,7 +202,7 @@ async def merged(source: LogSource, streams: Sequence[Stream]) -> AsyncIterator[
         readers = []
         entries: list[Entry] = []
         for number, stream in enumerate(streams):
-            reader = source.read(stream, 1, cut.streams[stream.name].last_seq + 1)
+            reader = source.read(stream, 1, cut.of(stream).last_seq + 1)
             await stack.enter_async_context(contextlib.aclosing(reader))
             readers.append(reader)
             first = await anext(reader, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.memory import MemoryBus
 from bus.port import BusFull, BusUnavailable
-from bus.table import DROPPED, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS
+from bus.table import DROPPED, EVALUATIONS, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS
 from ops.audit import audit_log
 from ops.log_source import RunLog
 from ops.sim.network import SimBus
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 AGAIN_S: Final = 0.1
 FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
 ANYBODY_WRITES: Final = (ROLLOUTS, SCORED, DROPPED, PARTIALS)  # the others' sequences mean something
+WRITTEN: Final = tuple(stream for stream in STREAMS if stream is not EVALUATIONS)  # no evaluator is simulated
 
 
 class Nemesis:
@@ -94,7 +95,7 @@ class Nemesis:
                 world.count("an acknowledgement was forgotten")
 
     def _full(self, dice: random.Random, process: Process) -> None:
-        stream = dice.choice(STREAMS).name
+        stream = dice.choice(WRITTEN).name
         self._world.hub.full.add(stream)
         self._world.note(f"{stream} is full")
         self._world.later(self._while_s(dice, 2.0), self._make_room, stream)

@@ -17,7 +17,20 @@ from ops.findings import Report, Rules
 from ops.invariants import READ_ORDER, Auditor
 from ops.nats_server import NatsServer
 from ops.recording.cut import Cut, cut_of
-from schemas import Batch, Control, Dropped, Message, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion, encode
+from schemas import (
+    Batch,
+    Control,
+    Dropped,
+    Evaluation,
+    Message,
+    Partial,
+    Prompt,
+    Rollout,
+    Scored,
+    StepDone,
+    WeightVersion,
+    encode,
+)
 
 ETA, B, SIZE, STEPS_PLANNED = 1, 2, 2, 3
 RUN = "audited"
@@ -87,6 +100,10 @@ def prompts(group: int, version: int) -> list[Prompt]:
 
 def weights(version: int) -> WeightVersion:
     return WeightVersion(version=version, path=f"v{version}", digest=f"sha256-{version}", nbytes=1)
+
+
+def evaluation(version: int, reward: float = 0.5) -> Evaluation:
+    return Evaluation(version=version, data="held-out", reward=reward, count=2, verdicts={"scored": 2})
 
 
 def verdict(sample: Rollout, seq: int) -> Scored:
@@ -159,6 +176,8 @@ def whole_run(steps: int = STEPS_PLANNED) -> Log:
         log.put(weights(step + 1))
         log.put(StepDone(step=step, version=step + 1, metrics={}, staleness=ages))
         admit(min(ETA + step + 2, STEPS_PLANNED) * B + 1, step + 1)
+    log.put(evaluation(0))
+    log.put(evaluation(steps))
     if steps == STEPS_PLANNED:
         log.put(Control(action="stop", nonce=f"end-{steps}"))
     return log

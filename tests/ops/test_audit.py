@@ -38,7 +38,7 @@ from schemas import (
     Dropped,
     UserError,
 )
-from tests.ops.sound_log import ETA, RUN, SIZE, STEPS_PLANNED, Log, prompts, stored_run, whole_run
+from tests.ops.sound_log import ETA, RUN, SIZE, STEPS_PLANNED, Log, evaluation, prompts, stored_run, whole_run
 
 
 def broken(report: Report) -> dict[str, list[str]]:
@@ -199,6 +199,14 @@ def comes_from_a_newer_program(log: Log) -> None:
     )
 
 
+def evaluates_what_was_never_announced(log: Log) -> None:
+    log.put(evaluation(STEPS_PLANNED + 1))
+
+
+def evaluates_a_version_twice(log: Log) -> None:
+    log.put(evaluation(STEPS_PLANNED))
+
+
 def ends_one_step_early(log: Log) -> None:
     log.entries["steps"].pop()
 
@@ -237,6 +245,8 @@ def ends_one_step_early(log: Log) -> None:
             "log",
             "rollouts 2 cannot be checked: rollout has version 2, of a newer Rollstream",
         ),
+        (evaluates_what_was_never_announced, "log", "evaluations 3 is of version 4, which was never announced"),
+        (evaluates_a_version_twice, "log", "version 3 is evaluated twice on held-out"),
         (ends_one_step_early, "log", "the run has ended with 2 steps done instead of 3"),
     ],
 )

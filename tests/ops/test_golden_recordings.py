@@ -18,6 +18,7 @@ from schemas.messages import TYPES
 FOLDER = Path(__file__).parent / "golden_recordings"
 FILES = sorted(FOLDER.glob("*.rollstream"))
 FILE_BYTES_MAX = 150_000
+YOUNGER = {"evaluation"}  # types than the recordings
 EVERY_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
@@ -41,7 +42,7 @@ async def test_a_golden_recording_is_whole_and_its_run_sound(path: Path) -> None
 
 @EVERY_FILE
 async def test_every_message_of_a_golden_recording_is_read(path: Path) -> None:
-    """By upcasting, where the type has another version by now; and of every type there is one."""
+    """By upcasting, where the type has another version by now; and of every type that there was there is one."""
     found: Counter[str] = Counter()
     async with open_log(str(path)) as log:
         for stream in READ_ORDER:
@@ -52,7 +53,7 @@ async def test_every_message_of_a_golden_recording_is_read(path: Path) -> None:
                 found[message.TYPE] += 1
         totals = sum([(await log.info(stream)).messages for stream in READ_ORDER])
     assert found.total() == totals
-    assert set(found) == set(TYPES)
+    assert set(found) >= set(TYPES) - YOUNGER
 
 
 @EVERY_FILE

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from schemas import (
     Batch,
+    Evaluation,
     MalformedMessage,
     Message,
     Partial,
@@ -160,6 +161,11 @@ def example_of(kind: type[Message]) -> Message:
         (Batch, {"dropped": [["13-0"]]}),
         (Batch, {"dropped": [["13-0", "no such reason"]]}),
         (Batch, {"dropped": "13-0"}),
+        (Evaluation, {"verdicts": {"scored": 3}}),
+        (Evaluation, {"verdicts": {"scored": 3, "lost": 1}}),
+        (Evaluation, {"verdicts": {"timeout": 4}}),
+        (Evaluation, {"reward": None}),
+        (Evaluation, {"greedy": 1}),
     ],
     ids=lambda value: value.TYPE if isinstance(value, type) else str(value)[:40].encode("ascii", "replace").decode(),
 )
