@@ -56,7 +56,8 @@ EXAMPLES: tuple[Message, ...] = (
     StepDone(step=6, version=7, metrics={"loss": -0.01, "step_s": 1.5}, staleness=[10, 5, 1]),
     Evaluation(
         version=40, data="task.py:draw", reward=0.75, parts={"exact": 0.5}, count=4,
-        verdicts={"scored": 3, "timeout": 1}, finished=0.5, response_length=21.25, greedy=False, seconds=2.5, worker="evaluator-0", skipped=[20, 30],
+        verdicts={"scored": 3, "timeout": 1}, finished=0.5,
+        response_length=21.25, greedy=False, seconds=2.5, worker="evaluator-0", skipped=[20, 30],
     ),
     Control(action="start", nonce="n1", recipe="algorithm: grpo\n", detail="by hand"),
 )  # fmt: skip
