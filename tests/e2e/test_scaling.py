@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,42 @@ from tests.e2e.harness import Launched, assert_sound, audited, read_all
 pytestmark = pytest.mark.e2e
 
 STEPS = 20
-SLOWLY = ("reward.function=task.py:slow_reward", f"steps={STEPS}")  # about a second a step, so that others can join
 ACTORS = ("trainer", "controller", "rollout-0", "reward-0")
+REWARD = """
+import pathlib, time
+
+def reward(response, task, finish):
+    if not pathlib.Path(__file__).with_name("fast").exists():
+        time.sleep(0.3)
+    words = response.split()
+    return len(set(words)) / (len(words) + 1)
+"""
 
 
-def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(launch: Callable[..., Launched]) -> None:
+class Brake:
+    """A reward that makes each step take seconds, so that others can join, until `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._release = folder / "fast"
+        function = folder / "brake.py"
+        function.write_text(REWARD)
+        self.overrides = (f"reward.function={function}:reward", f"steps={STEPS}")
+
+    def release(self) -> None:
+        """Let the run go on at its speed."""
+        self._release.touch()
+
+
+@pytest.fixture
+def brake(tmp_path: Path) -> Brake:
+    return Brake(tmp_path)
+
+
+def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(
+    launch: Callable[..., Launched], brake: Brake
+) -> None:
     """Elastic: one command adds throughput, losing a node loses nothing, and no other process is started again."""
-    run = launch(*SLOWLY, "rollout.slots=8")
+    run = launch(*brake.overrides, "rollout.slots=8")
     run.until_step(1)
     pids = [run.pid(name) for name in ACTORS]
     joined = Launched(["up", "rollout", "--count", "2", "--run", str(run.folder)], run.folder)
@@ -33,6 +63,7 @@ def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(launch:
         os.killpg(joined.process.pid, signal.SIGKILL)
     finally:
         joined.destroy()
+    brake.release()
     killed_at = run.steps_trained
     run.until_step(killed_at + 1)
     assert [run.pid(name) for name in ACTORS] == pids
@@ -52,9 +83,11 @@ def _logs_of_others(run: Launched, role: str, event: str) -> set[str]:
     return {name for name in names if run.events(name, event)}
 
 
-def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(launch: Callable[..., Launched]) -> None:
+def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(
+    launch: Callable[..., Launched], brake: Brake
+) -> None:
     """Split brain: the old one wakes in the midst of its work and must not do any of it a second time."""
-    run = launch(*SLOWLY, "hung_after_s=0")  # it shall wake up
+    run = launch(*brake.overrides, "hung_after_s=0")  # it shall wake up
     run.until_step(1)
     standby = Launched(["up", "controller", "--run", str(run.folder)], run.folder)
     try:
@@ -64,6 +97,7 @@ def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(la
         stood_at = run.steps_trained
         run.until_step(stood_at + 2)
         os.kill(hung, signal.SIGCONT)
+        brake.release()
         assert run.ends() == 0, run.output
         assert standby.ends() == 0, standby.output
     finally:

@@ -71,8 +71,8 @@ async def test_a_handed_over_answer_is_told_token_by_token(
     log.change(ROLLOUTS, seq, resumed=1, worker="rollout-b")
     life = await life_of(log, rollout.sample_id)
     told = show(life)
-    assert f"version {old}: {many} tokens" in told
-    assert f"version {new}: {more} tokens" in told
+    assert f"version {old}: {many} token" in told
+    assert f"version {new}: {more} token" in told
     assert "by rollout-b" in told
     assert "handed over 1 time before" in told
     pieces = tokenizer.pieces(rollout.tokens.tolist())
