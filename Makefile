@@ -8,6 +8,9 @@ STAMP := $(VENV)/installed
 # Two torch threads a process on a busy small machine cost far more than they gain.
 export OMP_NUM_THREADS ?= 1
 
+# Tests that run at once. Many of them wait for processes, so two take half the time even on two cores.
+TEST_JOBS ?= 2
+
 .PHONY: run smollm2 test chaos sim clean
 
 run: $(STAMP)
@@ -20,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 chaos: $(STAMP)
 	$(BIN)/rollstream chaos recipes/running_total.yaml
