@@ -313,6 +313,7 @@ class Batch(Message):
     The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
     ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very
     decision ended, as `[sample_id, reason, tokens]`. `seen` are statistics of all samples scored since the last batch.
+    `last_scored_s` is when the last verdict on its samples was stored, in Unix seconds; 0 in older logs.
     """
 
     TYPE: ClassVar[str] = "batch"
@@ -328,6 +329,7 @@ class Batch(Message):
     dropped: list[list[str]] = data(())
     seen: dict[str, float] = numbers(())
     lengths: IntArray = array("<i4", ())
+    last_scored_s: float = number(0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -356,8 +358,11 @@ class Batch(Message):
 class WeightVersion(Message):
     """Trainer rank 0 → everybody: the weights of `version` are at `path`, relative to the run's weight store.
 
-    `digest` is that of the file's bytes. `kind` full: `base` is -1; adapter: a LoRA adapter over the full version `base`.
-    Bytes are written first, this event after them.
+    Example: `WeightVersion(version=6, kind="delta", base=5, path="v000006-77e0c1d4.on000005.delta",
+    digest="sha256-…", nbytes=2817, result="sha256-77e0c1d4…")`. `digest` is that of the file's `nbytes` bytes. `base`:
+    the version that it stands on, -1 for a full one. `kind` delta: what changed since `base`, and `result` is the digest
+    of the full file that comes of both; adapter: a LoRA adapter over the full version `base`. Bytes are written first,
+    this event after them.
     """
 
     TYPE: ClassVar[str] = "weights"
@@ -367,6 +372,12 @@ class WeightVersion(Message):
     path: str = string(1000)
     digest: str = string(200)
     nbytes: int = integer()
+    result: str = string(200, "")
+
+    @property
+    def result_digest(self) -> str:
+        """The digest of what is held in the end: equal ones are the same weights, sent in full or as a delta."""
+        return self.result or self.digest
 
     @property
     def id(self) -> str:

@@ -1,0 +1,52 @@
+"""Tensors as the bytes of a safetensors file, and back."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # importing the bus stays light
+    import torch
+
+_METADATA = "rollstream"  # one key only: safetensors writes several in random order, and equal tensors need equal bytes
+
+
+def to_bytes(tensors: Mapping[str, "torch.Tensor"]) -> bytes:
+    """The full file of these weights; a copy, so that they may change afterwards. Equal tensors give equal bytes.
+
+    Tensors that share their memory (tied embeddings) are stored once, under the name that comes first in `tensors`;
+    `load` gives all.
+    """
+    from safetensors.torch import save
+
+    stored, aliases = _untie(tensors)
+    content: bytes = save(stored, metadata={_METADATA: json.dumps({"aliases": aliases}, sort_keys=True)})
+    return content
+
+
+def load(path: Path) -> dict[str, "torch.Tensor"]:
+    """The tensors of a full file, tied names included (they share memory again), memory-mapped, on the CPU."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        aliases: dict[str, str] = json.loads(file.metadata()[_METADATA])["aliases"]
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+
+def _untie(tensors: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
+    """Each memory once, contiguous and on the CPU; and alias -> stored name."""
+    stored: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in first:
+            aliases[name] = first[memory]
+            continue
+        first[memory] = name
+        plain = tensor.detach().cpu().contiguous()
+        # safetensors refuses views of one memory, even if they do not overlap
+        whole = plain.untyped_storage().nbytes() == plain.nbytes
+        stored[name] = plain if whole else plain.clone()
+    return stored, aliases
