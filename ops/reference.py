@@ -38,20 +38,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """What one step came to: the weights after it, the learner's metrics, and how many tokens were generated for it.
+    """What one step came to: the weights after it, the learner's metrics, how many tokens were generated for it, and
+    how old they were on average, in versions.
 
-    Version 0 comes first, with no metrics and no tokens: `Trained(WeightFile(0, ...), {}, 0)`.
+    Version 0 comes first, with no metrics and no tokens: `Trained(WeightFile(0, ...), {}, 0, 0.0)`.
     """
 
     weights: WeightFile
     metrics: Mapping[str, float]
     tokens: int
+    staleness: float
 
 
-def train(recipe: Recipe, initial: Path, store: WeightStore) -> Iterator[Trained]:
+def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0) -> Iterator[Trained]:
     """Train the model in the folder `initial` as the recipe says, one step each time that the next value is asked for.
 
-    Weights go to `store`. Settings of staleness, processes and checkpoints mean nothing here; a reward that raises, or
+    Weights go to `store`. Every batch is sampled with the weights of `staleness` versions ago, or with version 0 while
+    there are none so old. The recipe's own bound, processes and checkpoints mean nothing here; a reward that raises, or
     a prompt that leaves no room for an answer, raises here too. Sets the number of torch threads and torch's seed.
     """
     import torch
@@ -61,31 +64,39 @@ def train(recipe: Recipe, initial: Path, store: WeightStore) -> Iterator[Trained
     from ops.trained_model import learner_of
 
     decoder = Decoder.from_pretrained(initial, recipe.rollout, version=-1)
-    sampler = _Sampler(recipe, initial, decoder)
+    sampler = Sampler(recipe, initial, decoder)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
     learner = learner_of(model, recipe, initial)
     dtype = getattr(torch, recipe.rollout.dtype)
+    files: list[WeightFile] = []
 
     def published(version: int) -> WeightFile:
-        file = store.publish(version, {name: tensor.to(dtype) for name, tensor in model.state_dict().items()})
-        decoder.load(version, store.resolve(file.path))
-        return file
+        files.append(store.publish(version, {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}))
+        due = files[max(0, version - staleness)]
+        if decoder.version != due.version:
+            decoder.load(due.version, store.resolve(due.path))
+        return files[-1]
 
-    yield Trained(published(0), {}, 0)
+    yield Trained(published(0), {}, 0, 0.0)
     for step in range(recipe.steps):
         torch.set_num_threads(recipe.rollout.threads)
         before = decoder.tokens_generated
         samples = sampler.batch()
         torch.set_num_threads(recipe.trainer.threads)
         metrics = learner.step(step, samples)
-        yield Trained(published(step + 1), metrics, decoder.tokens_generated - before)
+        tokens = decoder.tokens_generated - before
+        ages = [step - sample.versions for sample in samples if sample.versions is not None]
+        yield Trained(published(step + 1), metrics, tokens, float(np.concatenate(ages).mean()))
 
 
-class _Sampler:
-    """Batches of scored samples, in the order of the data."""
+class Sampler:
+    """Batches of scored samples, in the order of the data, under the weights that the decoder holds.
 
-    def __init__(self, recipe: Recipe, initial: Path, decoder: Decoder) -> None:
+    With `held_out` the rows are those that are never trained on.
+    """
+
+    def __init__(self, recipe: Recipe, initial: Path, decoder: Decoder, *, held_out: bool = False) -> None:
         from transformers import AutoConfig
 
         from actors.rollout.engine import Sampling
@@ -94,8 +105,9 @@ class _Sampler:
         self._recipe = recipe
         self._decoder = decoder
         self._tokenizer = HfTokenizer(str(initial))
+        spec = (recipe.data.eval or recipe.data.train) if held_out else recipe.data.train
         self._data: Dataset = load_dataset(
-            recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle
+            spec, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle and not held_out, held_out=held_out
         )
         self._reward, self._keywords = load(recipe.reward.function, recipe.base)
         eos = AutoConfig.from_pretrained(str(initial)).eos_token_id
@@ -109,7 +121,7 @@ class _Sampler:
         self._next_group = 0
 
     def batch(self) -> list[TrainSample]:
-        """The samples of the next groups that the filter lets pass, under the weights that the decoder holds."""
+        """The samples of the next groups that the filter lets pass."""
         wanted = self._recipe.controller.batch_groups
         groups: list[list[TrainSample]] = []
         while missing := wanted - len(groups):
@@ -118,20 +130,29 @@ class _Sampler:
             groups += [group for group in self._groups(numbers) if self._teaches(group)]
         return [sample for group in groups for sample in group]
 
+    def evaluate(self) -> float:
+        """Mean reward of the first rows, one answer each, as many and as greedily as the recipe's evaluation says."""
+        greedy, count = self._recipe.evaluation.greedy, self._recipe.evaluation.count
+        sampling = dataclasses.replace(self._sampling, temperature=0.0) if greedy else self._sampling
+        groups = self._groups(range(count), size=1, sampling=sampling)
+        return sum(sample.reward for (sample,) in groups) / count
+
     def _teaches(self, group: list[TrainSample]) -> bool:
         rewards = [sample.reward for sample in group]
         return self._recipe.controller.filter == "none" or max(rewards) - min(rewards) >= EQUAL_REWARDS
 
-    def _groups(self, numbers: range) -> list[list[TrainSample]]:
+    def _groups(
+        self, numbers: range, size: int | None = None, sampling: Sampling | None = None
+    ) -> list[list[TrainSample]]:
         from actors.rollout.engine import Request
 
-        size = self._recipe.controller.group_size
+        size = size or self._recipe.controller.group_size
         rows = {group: dict(self._data.row(group)) for group in numbers}
         requests = [
             Request(
                 sample_id=sample_id(group, index),
                 prompt_tokens=self._tokenizer.encode_prompt(row["prompt"]),
-                sampling=self._sampling,
+                sampling=sampling or self._sampling,
                 seed=sample_seed(self._recipe.seed, group, index),
             )
             for group, row in rows.items()
