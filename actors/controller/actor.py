@@ -206,7 +206,7 @@ class Controller:
             return
         match message:
             case Scored():
-                core.saw_scored(entry.seq, message)
+                core.saw_scored(entry.seq, message, entry.time_s)
             case Dropped():
                 core.saw_dropped(entry.seq, message)
             case WeightVersion():

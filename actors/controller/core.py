@@ -104,8 +104,9 @@ class ControllerCore:
         group.prompted.add(index)
         self.next_group = max(self.next_group, group_id + 1)
 
-    def saw_scored(self, seq: int, scored: Scored) -> None:
-        """A verdict. Those on samples that have ended or are known are dropped: redeliveries beyond the window."""
+    def saw_scored(self, seq: int, scored: Scored, stored_s: float = 0.0) -> None:
+        """A verdict, stored at Unix second `stored_s`. Those on samples that have ended or are known are dropped:
+        redeliveries beyond the window."""
         self._read["scored"] = max(self._read["scored"], seq)
         self._know(scored.group_id)
         group = self.live.get(scored.group_id)
@@ -113,7 +114,7 @@ class ControllerCore:
             return
         if group.first_scored_seq is None:
             group.first_scored_seq = seq
-        answer = answer_of(scored)
+        answer = answer_of(scored, stored_s)
         if answer is not None:
             group.answers[scored.index] = answer
         elif scored.verdict != "scored":
@@ -254,6 +255,7 @@ class ControllerCore:
             dropped=dropped,
             seen=self._seen.means(),
             lengths=np.array([answer.prompt_length + answer.length for answer in answers], "<i4"),
+            last_scored_s=max((answer.scored_s for answer in answers), default=0.0),
         )
 
     def _marks(self) -> dict[str, float]:

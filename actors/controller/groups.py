@@ -17,6 +17,7 @@ class Answer:
     reward: float
     segments: Segments
     prompt_length: int = 0  # tokens
+    scored_s: float = 0.0  # when the verdict was stored, Unix seconds by the broker's clock
     length: int = dataclasses.field(init=False)  # tokens in the response
     oldest: int | None = dataclasses.field(init=False)  # policy version among its tokens; None without tokens
     newest: int | None = dataclasses.field(init=False)
@@ -89,8 +90,8 @@ class Group:
         return sorted(out)
 
 
-def answer_of(scored: Scored) -> Answer | None:
-    """The answer in a verdict, None if it is no score."""
+def answer_of(scored: Scored, stored_s: float = 0.0) -> Answer | None:
+    """The answer in a verdict that was stored at Unix second `stored_s`, None if it is no score."""
     if scored.reward is None:
         return None
-    return Answer(scored.rollout_seq, scored.reward, scored.segments, scored.prompt_length)
+    return Answer(scored.rollout_seq, scored.reward, scored.segments, scored.prompt_length, stored_s)

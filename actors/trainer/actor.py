@@ -23,6 +23,7 @@ import structlog
 from actors import clock
 from actors.gauges import Gauges
 from actors.trainer.config import TrainerConfig
+from actors.trainer.metrics import Wait, of_ages, of_times
 from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.samples import TrainSample, train_sample
 from bus.port import Bus, Entry, Fenced
@@ -76,6 +77,9 @@ class Loaded:
     masked_tokens: int  # tokens left out because they were too old
     response_tokens: int
     seconds: float
+    arrived_s: float  # when the batch came, by the monotonic clock
+    formed_s: float  # when the batch was stored, and the last rollout of this rank's share, by the broker's clock
+    last_rollout_s: float
 
 
 class Trainer:
@@ -111,6 +115,7 @@ class Trainer:
         self._tokens_trained = 0
         self._saved_version = -1
         self._published = -1  # newest version in the log when we began
+        self._checkpoint_s = 0.0  # that the last checkpoint took, until a step tells it
         self.gauges = Gauges(bus, name, "trainer", self._read_gauges)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -122,9 +127,11 @@ class Trainer:
                 while self.version < self.steps:
                     started, waited_before = clock.monotonic_s(), self.gauges.idle_s
                     loaded = None if stop.is_set() else await self._next(queue, loader, stop)
+                    got = clock.monotonic_s()
                     if not await self._all_go_on(loaded is not None) or loaded is None:
                         break
-                    await self._step(loaded, started, self.gauges.idle_s - waited_before)
+                    wait = Wait(started, loaded.arrived_s, got)
+                    await self._step(loaded, wait, self.gauges.idle_s - waited_before)
             finally:
                 loader.cancel()
                 await asyncio.gather(loader, return_exceptions=True)
@@ -232,34 +239,50 @@ class Trainer:
             if len(age):
                 samples.append(train_sample(rollout, fresh, batch.step - age, reward))
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)
-        return Loaded(batch, tuple(samples), staleness, masked, response_tokens, clock.monotonic_s() - started)
+        return Loaded(
+            batch,
+            tuple(samples),
+            staleness,
+            masked,
+            response_tokens,
+            clock.monotonic_s() - started,
+            arrived_s=started,
+            formed_s=entry.time_s,
+            last_rollout_s=max((stored.time_s for stored in entries), default=0.0),
+        )
 
-    async def _step(self, loaded: Loaded, started: float, waited_s: float) -> None:
+    async def _step(self, loaded: Loaded, wait: Wait, waited_s: float) -> None:
         batch = loaded.batch
         if batch.step != self.version:
             raise UserError(f"The log holds batch {batch.step} where batch {self.version} is expected.")
         train_started, cpu_before = clock.monotonic_s(), clock.cpu_s()
         metrics = await asyncio.to_thread(self.learner.step, batch.step, loaded.samples)
         trained = clock.monotonic_s()
-        staleness, masked_tokens, response_tokens = await self._of_all_ranks(loaded)
+        staleness, masked_tokens, response_tokens, last_rollout_s = await self._of_all_ranks(loaded)
         self.version += 1
         self._tokens_trained += int(staleness.sum())
         await self._publish_weights()
         published = clock.monotonic_s()
-        tokens = max(1, int(staleness.sum()))
-        metrics |= {
-            **{f"seen/{name}": value for name, value in batch.seen.items()},
-            "reward": batch.seen.get("reward", metrics.get("reward_mean", 0.0)),
-            "staleness_mean": float((staleness * np.arange(len(staleness))).sum()) / tokens,
-            "staleness_max": float(max(0, len(staleness) - 1)),
-            "stale_masked_tokens": float(masked_tokens),
-            "response_tokens": float(response_tokens),
-            "tokens_trained": float(staleness.sum()),
+        causes = wait.by_cause(last_rollout_s, batch.last_scored_s, loaded.formed_s)
+        seconds = {
+            "seconds": published - wait.began,
             "seconds_waiting": waited_s,
+            **{f"seconds_waiting_{cause}": waited for cause, waited in causes.items()},
+            "seconds_waiting_ranks": max(0.0, waited_s - sum(causes.values())) if self.ranks.count > 1 else 0.0,
             "seconds_loading": loaded.seconds,
             "seconds_training": trained - train_started,
             "seconds_publishing": published - trained,
-            "seconds": published - started,
+            "seconds_checkpoint": self._checkpoint_s,
+        }
+        self._checkpoint_s = 0.0
+        metrics |= {
+            **{f"seen/{name}": value for name, value in batch.seen.items()},
+            "reward": batch.seen.get("reward", metrics.get("reward_mean", 0.0)),
+            **of_ages(staleness),
+            "stale_masked_tokens": float(masked_tokens),
+            "response_tokens": float(response_tokens),
+            **seconds,
+            **of_times(seconds, float(staleness.sum())),
             "cpu_seconds": clock.cpu_s() - cpu_before,
             "time": clock.wall_s(),
         }
@@ -271,13 +294,14 @@ class Trainer:
         if self.version % self.config.checkpoint_every == 0:
             await self._save()
 
-    async def _of_all_ranks(self, loaded: Loaded) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-        """Staleness, masked tokens and response tokens of the whole batch."""
-        told = await self._gather([loaded.staleness.tolist(), loaded.masked_tokens, loaded.response_tokens])
-        staleness = np.zeros(max(len(counts) for counts, _, _ in told), np.int64)
-        for counts, _, _ in told:
-            staleness[: len(counts)] += counts
-        return staleness, sum(masked for _, masked, _ in told), sum(tokens for _, _, tokens in told)
+    async def _of_all_ranks(self, loaded: Loaded) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int, float]:
+        """Staleness, masked tokens and response tokens of the whole batch, and when its last rollout was stored."""
+        own = [loaded.staleness.tolist(), loaded.masked_tokens, loaded.response_tokens, loaded.last_rollout_s]
+        counts, masked, tokens, stored_s = zip(*await self._gather(own), strict=True)
+        staleness = np.zeros(max(map(len, counts)), np.int64)
+        for of_rank in counts:
+            staleness[: len(of_rank)] += of_rank
+        return staleness, sum(masked), sum(tokens), max(stored_s)
 
     async def _publish_weights(self) -> None:
         """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
@@ -314,7 +338,7 @@ class Trainer:
     async def _save(self) -> None:
         if self._saved_version == self.version:
             return
-        of_learner = self.learner.state_dict
+        began, of_learner = clock.monotonic_s(), self.learner.state_dict
         state = {
             "learner": of_learner() if self.ranks.count == 1 else await asyncio.to_thread(of_learner),
             "tokens_trained": self._tokens_trained,
@@ -323,6 +347,7 @@ class Trainer:
         if not self._leads:
             return
         await asyncio.to_thread(self.checkpoints.save, self.version, state)
+        self._checkpoint_s = clock.monotonic_s() - began
         log.info("checkpoint_saved", version=self.version)
 
     def _read_gauges(self) -> dict[str, Any]:

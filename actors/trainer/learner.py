@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.functions import load_function
-from actors.trainer import advantages as adv
 from actors.trainer import plan
 from actors.trainer.config import TrainerConfig
 from actors.trainer.credit import Values, assign
 from actors.trainer.critic import Critic
-from actors.trainer.forward import MicroBatch, checkpoint_layers, response_logprobs
+from actors.trainer.forward import MicroBatch, ScoredTokens, checkpoint_layers, response_logprobs
 from actors.trainer.kl import kl
 from actors.trainer.losses import load_loss
 from actors.trainer.m2po import second_moment_mask
+from actors.trainer.metrics import of_samples
 from actors.trainer.objective import Objective
 from actors.trainer.optimizer import PolicyOptimizer, WholeOptimizer
 from actors.trainer.outline import spread
@@ -79,23 +79,18 @@ class Learner:
     def step(self, step: int, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Train on `samples`, those of this rank, as training step `step` (counted from 0); returns the metrics of all.
 
-        Raises ValueError if two samples share an id. Means are over the trained tokens of samples with gradient
-        (`tokens_with_gradient`), of samples for `reward_*` and `advantage_*`, of optimizer steps for `loss` and
-        `grad_norm`. `ess` is the effective sample size (Σw)²/Σw² as a share of the tokens. `mismatch_kl` is k3 of
-        KL(behaviour ‖ proximal), `prox_kl` k3 of KL(proximal ‖ current); with a coupled loss such as "ppo", where no
-        proximal policy is computed, the current weights stand in for it in the former and the behaviour policy in the
-        latter.
+        What each of them is stands in `metrics`. Raises ValueError if two samples share an id.
         """
-        lr = self._optimizer.schedule(step)
+        rates = {"lr": self._optimizer.schedule(step)}
         if self._critic is not None:
-            self._critic.optimizer.schedule(step)
-        started = perf_counter()
+            rates["critic_lr"] = self._critic.optimizer.schedule(step)
+        started = self._now()
         minibatches, metrics = self._plan(step, samples)
-        planned = perf_counter()
+        planned = self._now()
         proximal = self._proximal(minibatches)
         seconds = {
             "seconds_plan": planned - started,
-            "seconds_prox": perf_counter() - planned,
+            "seconds_prox": self._now() - planned,
             "seconds_forward": 0.0,
             "seconds_optimizer": 0.0,
         }
@@ -104,28 +99,33 @@ class Learner:
         norms: list[float] = []
         critic_norms: list[float] = []
         for minibatch, prox in zip(minibatches, proximal, strict=True):
-            started = perf_counter()
-            keep = self._second_moment(minibatch, prox)
+            started = self._now()
+            keep, first = self._second_moment(minibatch, prox), not norms
             for micro, micro_prox, micro_keep in zip(minibatch.micros, prox, keep, strict=True):
                 last = micro is minibatch.micros[-1]
-                self._accumulate(step, micro, micro_prox, micro_keep, minibatch.denominator, last, tally)
-            middle = perf_counter()
+                self._accumulate(step, micro, micro_prox, micro_keep, minibatch.denominator, first, last, tally)
+            middle = self._now()
             norms.append(self._optimizer.update(step))
             if self._critic is not None:
                 critic_norms.append(self._critic.optimizer.update(step))
             seconds["seconds_forward"] += middle - started
-            seconds["seconds_optimizer"] += perf_counter() - middle
+            seconds["seconds_optimizer"] += self._now() - middle
 
         self.steps_done = step + 1
-        tally = tally.gathered(self.ranks)
         return (
             metrics
-            | tally.metrics(len(norms))
+            | tally.metrics(len(norms), self.ranks)
             | seconds
             | _norms("", norms)
             | (_norms("critic_", critic_norms) if self._critic is not None else {})
-            | {"lr": lr, "tokens_with_gradient": float(tally.tokens)}
+            | rates
         )
+
+    def _now(self) -> float:
+        """Seconds, when all that was asked of the device is done."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return perf_counter()
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """On rank 0 the policy's weights by name, in `dtype`, tied ones as one tensor; all ranks ask."""
@@ -162,7 +162,8 @@ class Learner:
         config, device = self.config, self.model.device
         batch = plan.ordered(step, samples, self.model, config, self.ranks)
         per_token: dict[str, Sequence[plan.Array]] = {
-            "behaviour": [s.behaviour_logprobs[t.scored] for s, t in zip(batch.samples, batch.sequences, strict=True)]
+            "behaviour": [s.behaviour_logprobs[t.scored] for s, t in zip(batch.samples, batch.sequences, strict=True)],
+            "fresh": [_made_by(step, s, t) for s, t in zip(batch.samples, batch.sequences, strict=True)],
         }
         metrics: dict[str, float] = {}
         penalties = values = None
@@ -198,18 +199,7 @@ class Learner:
         minibatches, packed = plan.lay_out(
             step, batch, useful, per_token, config, max_new_tokens=self._max_new_tokens, device=device
         )
-        raw = np.array([s.reward for s in batch.samples], dtype=np.float64)
-        of_samples = np.array([a.mean() if len(a) else 0.0 for a in credit.advantages], dtype=np.float64)
-        groups = np.array([s.group_id for s in batch.samples], dtype=np.int64)
-        return minibatches, metrics | {
-            "reward_mean": _mean(raw),
-            "reward_std": float(raw.std()) if len(raw) else 0.0,
-            "advantage_mean": _mean(of_samples),
-            "advantage_std": float(of_samples.std()) if len(of_samples) else 0.0,
-            "advantage_abs": _mean(np.abs(of_samples)),
-            "samples": float(len(batch.samples)),
-            "samples_with_gradient": float(useful.sum()),
-            "zero_variance_groups": float(len(np.unique(groups[adv.zero_variance(credit.rewards, groups)]))),
+        return minibatches, metrics | of_samples(batch.samples, credit, useful) | {
             "tokens_trained": float(batch.trained.sum()),
             "tokens_packed": float(sum(row.tokens for rows in packed for row in rows)),
             "padding_fraction": padding_fraction(packed),
@@ -265,6 +255,7 @@ class Learner:
         proximal: Tensor | None,
         keep: Tensor | None,
         denominator: int,
+        first: bool,
         last: bool,
         tally: Tally,
     ) -> None:
@@ -277,7 +268,9 @@ class Learner:
                 nothing = torch.cat(self._critic.values(micro.batch)).sum() * 0
                 nothing.backward()  # type: ignore[no-untyped-call]
             return
-        scored = self._objective(logprobs, entropy, micro, proximal=proximal, keep=keep, current_version=step + 1)
+        scored = self._objective(
+            logprobs, entropy, micro, proximal=proximal, keep=keep, current_version=step + 1, first=first
+        )
         total = scored.total / denominator
         self._optimizer.backward(total, last)
         sums = {"loss": total.detach(), **scored.sums}
@@ -286,7 +279,7 @@ class Learner:
             loss = self._critic.loss(micro.batch, tokens["values"], tokens["returns"])
             (loss.total / denominator).backward()  # type: ignore[no-untyped-call]
             sums |= {"value_loss": loss.total.detach(), "value_clip_fraction": loss.clipped.sum()}
-        tally.add(sums, weight=scored.weight)
+        tally.add(sums, scored.maxima, len(logprobs))
 
 
 def _optimizer(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> PolicyOptimizer:
@@ -321,12 +314,16 @@ def _versions(batch: plan.Batch) -> list[plan.Array]:
     return out
 
 
+def _made_by(version: int, sample: TrainSample, sequence: ScoredTokens) -> plan.Array:
+    """Which of the trained tokens this policy version made: bool [m]; none if the sample does not tell."""
+    if sample.versions is None:
+        return np.zeros(int(sequence.scored.sum()), dtype=np.bool_)
+    made: plan.Array = (sample.versions == version)[sequence.scored]
+    return made
+
+
 def _explained(values: Sequence[plan.Array], returns: Sequence[plan.Array]) -> float:
     """The share of the returns' variance that the values explain: 1 is perfect, 0 no better than a constant."""
     v, r = (np.concatenate([np.zeros(0), *arrays]).astype(np.float64) for arrays in (values, returns))
     variance = float(r.var()) if len(r) else 0.0
     return 1.0 - float((r - v).var()) / variance if variance else 0.0
-
-
-def _mean(values: adv.Floats) -> float:
-    return float(values.mean()) if len(values) else 0.0

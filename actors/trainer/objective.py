@@ -23,7 +23,7 @@ class Scored:
 
     total: Tensor
     sums: dict[str, Tensor]  # scalars, sums over tokens
-    weight: Tensor  # [n], the behaviour weight used, 1 for a coupled loss, 0 where masked
+    maxima: dict[str, Tensor]  # scalars, at least 0
 
 
 class Objective:
@@ -60,10 +60,12 @@ class Objective:
         proximal: Tensor | None,
         keep: Tensor | None,
         current_version: int,
+        first: bool,
     ) -> Scored:
         """The objective on `micro`; `logprobs`, `entropy`, `proximal` float32 [n], `keep` bool [n].
 
-        `proximal` None: the current policy stands in for it, unless the config approximates it.
+        `proximal` None: the current policy stands in for it, unless the config approximates it. `first`: of the step's
+        mini-batches, so that the current policy is that before the step.
         """
         config, tokens = self._config, micro.tokens
         sequence, sequences = micro.batch.sequence, len(micro.batch.sequences)
@@ -100,7 +102,11 @@ class Objective:
             config,
         )
         total = loss.total
-        mismatch = kl(-log_ratio(prox, behaviour), torch.zeros_like(prox), "k3")
+        ratio = log_ratio(prox, behaviour)
+        mismatch = kl(-ratio, torch.zeros_like(ratio), "k3")
+        before = proximal if proximal is not None else current if first else None
+        engine, largest = _against_engine(before, behaviour, tokens["fresh"])
+        counted = weight * loss.ratio if self._loss.coupled else weight
         sums = {
             "clip_fraction": loss.clipped.sum(),
             "dual_clip_fraction": loss.dual_clipped.sum(),
@@ -108,9 +114,16 @@ class Objective:
             "prox_kl": kl(anchor, current, "k3").sum(),
             "entropy": entropy.detach().sum(),
             "behaviour_weight_mean": weight.sum(),
-            "weight_squared": weight.square().sum(),
+            "ess": counted.sum(),
+            "ess_squares": counted.square().sum(),
             "masked_fraction": (changed | dropped).sum(),
             "mismatch_kl": mismatch.sum(),
+            **engine,
+        }
+        maxima = {
+            "behaviour_weight_max": weight.max(),
+            "behaviour_ratio_max": ratio.max().exp(),
+            "engine_mismatch_max": largest,
         }
         if "reference" in tokens:
             sums["reference_kl"] = kl(current, tokens["reference"], "k3").sum()
@@ -119,7 +132,25 @@ class Objective:
             total = total + config.kl.coef * _scaled(penalty, scale)
         if config.entropy_coef:
             total = total - config.entropy_coef * _scaled(entropy, scale)
-        return Scored(total, sums, weight)
+        return Scored(total, sums, maxima)
+
+
+def _against_engine(before: Tensor | None, behaviour: Tensor, fresh: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Sums over the tokens that the engine made with the weights that the step began with, and the largest |Δ|.
+
+    There the trainer must find the logprob that the engine reported; of any older token they differ rightly. `before`
+    [n] are the trainer's, under the weights before the step, None where it has none; `fresh` [n] is 1 for such tokens.
+    """
+    if before is None:
+        none = torch.zeros((), device=fresh.device)
+        return {"engine_tokens": none, "engine_mismatch_k1": none, "engine_mismatch_k3": none}, none
+    difference = -log_ratio(before, behaviour) * fresh  # of KL(engine ‖ trainer); 0 where nothing can be compared
+    sums = {
+        "engine_tokens": fresh.sum(),
+        "engine_mismatch_k1": difference.sum(),
+        "engine_mismatch_k3": kl(difference, torch.zeros_like(difference), "k3").sum(),
+    }
+    return sums, difference.abs().max()
 
 
 def _scaled(terms: Tensor, scale: Tensor | None) -> Tensor:

@@ -34,7 +34,8 @@ TOLD: Final = {
 }
 BY_STEP: Final = ("loss", "grad_norm", "clip_fraction", "reward_mean", "entropy", "prox_kl")  # as many as fit
 PAIR_WIDTH: Final = 23  # characters of two numbers side by side
-TIMES: Final = ("seconds", "cpu_seconds", "time")  # and all that begin with "seconds_": they differ between machines
+# These, and all that begin with "seconds_", differ between machines.
+TIMES: Final = ("seconds", "cpu_seconds", "time", "tokens_per_s", "idle_fraction")
 CAVEAT: Final = (
     "The data are those of the recorded policy: its prompts, its answers, its selection. A replay shows what another "
     "loss makes of them, not what a run with it would have generated."
