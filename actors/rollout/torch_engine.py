@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,14 +34,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from actors.rollout.admission import settled
 from actors.rollout.config import RolloutConfig
-from actors.rollout.engine import (
-    ContextTooLongError,
-    Generation,
-    InvalidRequestError,
-    Request,
-    UnsupportedModelError,
-)
+from actors.rollout.engine import Generation, Request, UnsupportedModelError
 from actors.rollout.kv_cache import ATTENTION, SlotCache
 from actors.rollout.load_weights import copy_weights, read_weights
 from actors.rollout.rows import Rows
@@ -101,36 +95,8 @@ class Decoder:
         return self._rows.count
 
     def check(self, request: Request) -> Generation | None:
-        """The result, if the prefix already is one; None if there is something to decode. Pure; from any thread.
-
-        Raises `ContextTooLongError` if prompt and prefix leave no room for a token, `InvalidRequestError` for an empty
-        prompt, tokens outside the model's vocabulary, or a prefix of another prompt.
-        """
-        prefix, sampling = request.unfinished(), request.sampling
-        known = request.prompt_tokens + prefix.tokens
-        if not request.prompt_tokens:
-            raise InvalidRequestError(
-                f"sample {request.sample_id}: the prompt is empty; a model needs one token at least"
-            )
-        if prefix.prompt_tokens != request.prompt_tokens:
-            raise InvalidRequestError(f"sample {request.sample_id}: the prefix continues another prompt")
-        if not 0 <= min(known) <= max(known) < self._vocab_size:
-            raise InvalidRequestError(
-                f"sample {request.sample_id}: token ids must lie in 0..{self._vocab_size - 1}, "
-                f"not {min(known)}..{max(known)}: does the tokenizer belong to this model?"
-            )
-        if prefix.tokens and prefix.tokens[-1] in sampling.stop_token_ids:
-            return replace(prefix, finish="stop")
-        if len(prefix.tokens) >= sampling.max_new_tokens:
-            return replace(prefix, finish="length")
-        if len(known) >= self.max_context:
-            if prefix.tokens:
-                return replace(prefix, finish="length")
-            raise ContextTooLongError(
-                f"sample {request.sample_id}: a prompt of {len(known)} tokens leaves no room in a context of "
-                f"{self.max_context}; drop prompts of that length, or use a model with a longer context"
-            )
-        return None
+        """`admission.settled` for this model. From any thread."""
+        return settled(request, self._vocab_size, self.max_context)
 
     @torch.inference_mode()
     def add(self, requests: Sequence[Request]) -> list[int]:
