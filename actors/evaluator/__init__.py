@@ -1,0 +1,1 @@
+"""The evaluator: a subscriber that is pinned to versions, asks them held-out problems, and stops nobody."""
