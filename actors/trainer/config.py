@@ -13,6 +13,7 @@ from actors.trainer.sections import (
     KlConfig,
     KlEstimator,
     Level,
+    LoraConfig,
     OverlongConfig,
     ZeroConfig,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "KlConfig",
     "KlEstimator",
     "Level",
+    "LoraConfig",
     "OverlongConfig",
     "SftConfig",
     "TrainerConfig",
@@ -80,6 +82,7 @@ class TrainerConfig(Config):
     overlong: OverlongConfig | None = None
     unfinished: Literal["train", "mask", "no_reward"] = "train"  # answers that were cut at rollout.max_new_tokens
     critic: CriticConfig | None = None
+    lora: LoraConfig | None = None  # train adapters, and publish only these
     minibatches: PositiveInt = 1  # optimizer steps a training step
     lr: PositiveFloat = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -126,6 +129,11 @@ class TrainerConfig(Config):
             yield (
                 "backend deepspeed with a critic, which has weights and an optimizer of its own "
                 "=> Take backend torch, or an algorithm without a critic, such as grpo."
+            )
+        if self.lora is not None and self.critic is not None:
+            yield (
+                "lora with a critic, which trains all weights of a second model: the memory that adapters are there to "
+                "save => Take an algorithm without a critic, such as grpo, or leave lora out."
             )
         if self.backend == "torch" and self.zero != ZeroConfig():
             yield "zero is of backend deepspeed => Set backend to deepspeed, or leave zero out."

@@ -24,6 +24,7 @@ from actors.trainer.credit import Values, assign
 from actors.trainer.critic import Critic
 from actors.trainer.forward import MicroBatch, ScoredTokens, checkpoint_layers, response_logprobs
 from actors.trainer.kl import kl
+from actors.trainer.lora import attach, check_checkpoint, detach
 from actors.trainer.losses import load_loss
 from actors.trainer.m2po import second_moment_mask
 from actors.trainer.metrics import of_samples
@@ -32,9 +33,10 @@ from actors.trainer.optimizer import PolicyOptimizer, WholeOptimizer
 from actors.trainer.outline import spread
 from actors.trainer.packing import padding_fraction
 from actors.trainer.ranks import OneRank, Ranks
-from actors.trainer.reference import load_reference
+from actors.trainer.reference import INITIAL, load_reference
 from actors.trainer.samples import TrainSample
 from actors.trainer.tally import Tally
+from bus.adapter import Adapter
 
 
 class Learner:
@@ -70,7 +72,13 @@ class Learner:
         self._objective = Objective(load_loss(config.loss, base), config)
         named = config.advantage.function
         self._own_advantages = None if named is None else load_function(named, base)
-        self._reference = None if config.reference is None else load_reference(config.reference, model, base, initial)
+        if config.lora is None:
+            detach(model)
+        self._lora = None if config.lora is None else attach(model, config.lora, config.seed)
+        self._reference = None
+        self._base_is_reference = self._lora is not None and config.reference == INITIAL
+        if config.reference is not None and not self._base_is_reference:
+            self._reference = load_reference(config.reference, model, base, initial)
         self._critic = None if config.critic is None else Critic(model, config, config.critic, self.ranks)
         self._optimizer = _optimizer(model, config, self.ranks)
         if config.gradient_checkpointing:
@@ -129,12 +137,33 @@ class Learner:
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """On rank 0 the policy's weights by name, in `dtype`, tied ones as one tensor; all ranks ask."""
-        return self._optimizer.weights(dtype)
+        weights = self._optimizer.weights(dtype)
+        return weights if self._lora is None else self._lora.whole(weights)
+
+    def base_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """As `weights`, but without the adapter: those of version 0. Of a learner with `config.lora`."""
+        assert self._lora is not None
+        return self._lora.base(self._optimizer.weights(dtype))
+
+    def adapter(self, dtype: torch.dtype) -> Adapter:
+        """On rank 0 the adapter, in `dtype`, empty elsewhere; all ranks ask. Of a learner with `config.lora`."""
+        assert self._lora is not None
+        return self._lora.adapter(self._optimizer.weights(dtype, trained=True))
+
+    def save_adapter(self, folder: Path, base: str) -> None:
+        """Write the adapter on rank 0 in peft's format, for a base model that is to be found at `base`; all ranks ask.
+
+        Of a learner with `config.lora`.
+        """
+        assert self._lora is not None
+        adapter = self.adapter(torch.float32)
+        if self.ranks.rank == 0:
+            self._lora.save(adapter, folder, base)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on: model, optimizer, critic, steps done, RNG. Whole on rank 0; all ranks ask.
 
-        Tensors are not copied if the model is not in shards.
+        Of a model with adapters it holds these alone. Tensors are not copied if the model is not in shards.
         """
         critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
         return critic | {
@@ -147,8 +176,10 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; training then continues bit-identically, or by another config from there on.
 
-        A critic that the state does not know begins with the policy's weights of that moment.
+        A critic that the state does not know begins with the policy's weights of that moment. Raises `UserError` if
+        the state is of another adapter, or of a whole model where this one has an adapter.
         """
+        check_checkpoint(self._lora, state["model"])
         self._optimizer.load_model_state(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._critic is not None and "critic" in state:
@@ -167,9 +198,8 @@ class Learner:
         }
         metrics: dict[str, float] = {}
         penalties = values = None
-        if self._reference is not None:
-            reference = self._reference
-            per_token["reference"], _ = plan.ask(batch, lambda m: self._logprobs(m, model=reference), config, device)
+        if config.reference is not None:
+            per_token["reference"], _ = plan.ask(batch, self._reference_logprobs, config, device)
             if config.kl.place == "reward":
                 of_own = [
                     _kl_of(*pair, config) for pair in zip(per_token["behaviour"], per_token["reference"], strict=True)
@@ -219,6 +249,13 @@ class Learner:
             )
 
         return self._optimizer.forward(call) if model is None else call(model)
+
+    def _reference_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Of the frozen reference; that is the base of our adapter, if there is one and version 0 is meant."""
+        if self._lora is None or not self._base_is_reference:
+            return self._logprobs(batch, model=self._reference)
+        with self._lora.disabled():
+            return self._logprobs(batch)
 
     def _proximal(self, minibatches: Sequence[plan.MiniBatch]) -> list[list[Tensor | None]]:
         """Logprobs under the weights before this step. None for the first mini-batch: there the current policy *is*

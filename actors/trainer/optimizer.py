@@ -97,11 +97,14 @@ class PolicyOptimizer(Protocol):
     def update(self, step: int) -> float:
         """One optimizer step on the gradients of all ranks; returns their global norm before clipping."""
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """On rank 0 the weights by name, in `dtype`, tied ones as one tensor; empty elsewhere."""
+    def weights(self, dtype: torch.dtype, trained: bool = False) -> dict[str, Tensor]:
+        """On rank 0 the weights by name, in `dtype`, tied ones as one tensor; empty elsewhere.
+
+        `trained`: only those that are not frozen.
+        """
 
     def model_state(self) -> dict[str, Any]:
-        """The weights by name in float32, whole; on rank 0 at least."""
+        """The weights by name in float32, whole; on rank 0 at least. If some are frozen, the others."""
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of `model_state`."""
@@ -128,18 +131,27 @@ class WholeOptimizer(Optimizer):
         """See `PolicyOptimizer`."""
         total.backward()  # type: ignore[no-untyped-call]
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def weights(self, dtype: torch.dtype, trained: bool = False) -> dict[str, Tensor]:
         """See `PolicyOptimizer`; of the dtype that they have they are not copied."""
         if self._ranks.rank:
             return {}
         cast: dict[int, Tensor] = {}  # by memory, so that tied tensors stay one
-        state = self._model.state_dict()
+        state = self.model_state() if trained else self._model.state_dict()
         return {key: cast.setdefault(value.data_ptr(), value.detach().to(dtype)) for key, value in state.items()}
 
     def model_state(self) -> dict[str, Any]:
         """The model's own; tensors are not copied."""
-        return self._model.state_dict()
+        frozen = frozen_names(self._model)
+        return {name: tensor for name, tensor in self._model.state_dict().items() if not frozen or name not in frozen}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         """See `PolicyOptimizer`."""
-        self._model.load_state_dict(state)
+        self._model.load_state_dict(state, strict=not frozen_names(self._model))
+
+
+def frozen_names(model: PreTrainedModel) -> set[str]:
+    """The weights that are not trained, buffers among them; empty if all parameters are trained."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return set()
+    return set(model.state_dict()) - trained

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.config import Config
 
@@ -146,3 +146,36 @@ class ZeroConfig(Config):
         if self.offload_weights and self.stage != 3:
             raise ValueError(f"offload_weights needs stage 3, where weights lie in shards; stage is {self.stage}")
         return self
+
+
+ALL_LINEAR = "all-linear"
+
+
+def _no_dropout(value: float) -> float:
+    if value:
+        raise ValueError(
+            f"dropout {value}: the proximal and the current policy would differ before anything was learned, and "
+            "engines, which know no dropout, would sample from another policy than is trained => Set dropout to 0."
+        )
+    return value
+
+
+class LoraConfig(Config):
+    """Low-rank adapters, trained in place of the model's weights: W = W₀ + s·B·A, with A [rank, in] and B [out, rank].
+
+    s = alpha / rank, or alpha / √rank with `rslora`. `targets` are linear layers by name, or by the end of it:
+    `q_proj`, `[q_proj, v_proj]`, `layers.0.mlp.up_proj`; all-linear means all of them but the output head.
+    """
+
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    rslora: bool = False
+    dropout: Annotated[float, AfterValidator(_no_dropout)] = Field(default=0.0, ge=0, lt=1)
+    targets: Annotated[
+        tuple[str, ...], Field(min_length=1), BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)
+    ] = (ALL_LINEAR,)
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

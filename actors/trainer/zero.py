@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from actors.trainer.config import TrainerConfig
 from actors.trainer.forward import model_traits
-from actors.trainer.optimizer import hyperparameters, schedule
+from actors.trainer.optimizer import frozen_names, hyperparameters, schedule
 from actors.trainer.ranks import Ranks
 from schemas import UserError
 
@@ -90,28 +90,35 @@ class ZeroOptimizer:
             raise FloatingPointError(f"step {step}: the gradient's norm is {norm}, and the step has been taken")
         return norm
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def weights(self, dtype: torch.dtype, trained: bool = False) -> dict[str, Tensor]:
         """See `PolicyOptimizer`. Shards are gathered for one tensor after the other, and kept on the CPU."""
-        return self._collected(lambda parameter: parameter.detach().to("cpu", dtype, copy=True))
+        return self._collected(lambda parameter: parameter.detach().to("cpu", dtype, copy=True), trained)
 
     def model_state(self) -> dict[str, Tensor]:
         """See `PolicyOptimizer`: the weights that the optimizer keeps in float32."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         masters = {id(p): self._kept(safe_get_full_fp32_param(p)) for p in self._parameters}
-        return self._collected(lambda p: masters[id(p)] if id(p) in masters else p.detach().cpu().clone())
+        return self._collected(lambda p: masters[id(p)] if id(p) in masters else p.detach().cpu().clone(), trained=True)
 
-    def _collected(self, take: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
-        """On rank 0 what `take` makes of each parameter, whole at that moment, and the buffers; empty elsewhere."""
+    def _collected(self, take: Callable[[torch.nn.Parameter], Tensor], trained: bool) -> dict[str, Tensor]:
+        """On rank 0 what `take` makes of each parameter, whole at that moment, and the buffers; empty elsewhere.
+
+        `trained`: without what is frozen.
+        """
         taken: dict[int, Tensor] = {}
-        for parameter in self._model.parameters():
+        for parameter in self._parameters if trained else self._model.parameters():
             with self._whole(parameter):
                 if self._ranks.rank == 0:
                     taken[id(parameter)] = take(parameter)
         if self._ranks.rank:
             return {}
-        named = {name: taken[id(p)] for name, p in self._model.named_parameters(remove_duplicate=False)}
-        return {name: named.get(name, tensor) for name, tensor in self._model.state_dict().items()}
+        named = {
+            name: taken[id(p)] for name, p in self._model.named_parameters(remove_duplicate=False) if id(p) in taken
+        }
+        left_out = frozen_names(self._model) if trained else set()
+        state = self._model.state_dict()
+        return {name: named.get(name, tensor) for name, tensor in state.items() if name not in left_out}
 
     def state_dict(self) -> dict[str, Any]:
         """That of torch's AdamW, whole, on rank 0; empty elsewhere."""
@@ -132,8 +139,9 @@ class ZeroOptimizer:
         from deepspeed.utils import safe_set_full_fp32_param
 
         for name, parameter in self._model.named_parameters():
-            with self._whole(parameter, change=True):
-                parameter.data.copy_(state[name])
+            if name in state:
+                with self._whole(parameter, change=True):
+                    parameter.data.copy_(state[name])
         self._engine.optimizer.refresh_fp32_params()
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
