@@ -111,4 +111,3 @@ def read_adapter(path: Path) -> Adapter:
         return Adapter(tensors, AdapterShape(**told | tuples))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise NotAnAdapter(f"{path} holds no adapter: {type(error).__name__}: {error}") from error
-

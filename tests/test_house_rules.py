@@ -32,7 +32,7 @@ TORCH = {
     "actors/trainer/forward.py", "actors/trainer/kl.py", "actors/trainer/learner.py",
     "actors/trainer/losses/__init__.py", "actors/trainer/losses/base.py", "actors/trainer/losses/cispo.py",
     "actors/trainer/losses/gspo.py", "actors/trainer/losses/ppo.py", "actors/trainer/losses/reinforce.py",
-    "actors/trainer/losses/sapo.py", "actors/trainer/m2po.py", "actors/trainer/objective.py",
+    "actors/trainer/losses/sapo.py", "actors/trainer/lora.py", "actors/trainer/m2po.py", "actors/trainer/objective.py",
     "actors/trainer/opsm.py", "actors/trainer/optimizer.py", "actors/trainer/plan.py", "actors/trainer/proximal.py",
     "actors/trainer/reference.py", "actors/trainer/sequences.py", "actors/trainer/sft.py", "actors/trainer/tally.py",
     "actors/trainer/torch_ranks.py", "actors/trainer/value_loss.py", "actors/trainer/zero.py",
