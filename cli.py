@@ -17,6 +17,7 @@ import typer
 
 from ops.commands.options import AsJson, LogTarget, NatsUrl, RunName, finish
 from ops.commands.replay import diff, replay, trace
+from ops.commands.scale import scale
 
 app = typer.Typer(
     name="rollstream",
@@ -114,6 +115,9 @@ def up(
 
     folder = find_folder(run_folder) if nats is None else None
     finish(launch.up(role, run_name, nats, folder, count, ranks=ranks))
+
+
+app.command()(scale)
 
 
 @app.command()

@@ -46,10 +46,13 @@ async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> 
             take(beat)
 
 
-async def beat_for(bus: Bus, supervisor: Supervisor, actor: str) -> None:
+async def beat_for(
+    bus: Bus, supervisor: Supervisor, actor: str, gauges: Callable[[], Mapping[str, Any]] = dict
+) -> None:
     """Beat for the launcher itself, for ever: what comes back tells the supervisor that beats are heard at all."""
     while True:
-        await bus.beat({"actor": actor, "role": "launcher", "process": clock.process(), "cpu_s": clock.cpu_s()})
+        own = {"actor": actor, "role": "launcher", "process": clock.process(), "cpu_s": clock.cpu_s()}
+        await bus.beat({**own, **gauges()})
         supervisor.watch_for_hung()
         await asyncio.sleep(BEAT_EVERY_S)
 

@@ -32,6 +32,7 @@ from ops.screen import Screen, open_screen
 from ops.summary import plot, print_summary, summarise
 from ops.supervise import Supervisor, run_once
 from ops.view import RunView
+from ops.workers import Crew
 from schemas import Control, UserError
 
 log = structlog.get_logger()
@@ -371,20 +372,6 @@ async def start_of(bus: Bus, run: str) -> Control:
 # ---- running
 
 
-def specs(recipe: Recipe, where: Where) -> list[ProcessSpec]:
-    """The processes of a run on one machine: heavy actors have one each, the light ones share one by default."""
-    light: list[tuple[Role, str]] = [("controller", "controller")]
-    light.extend(("reward", f"reward-{i}") for i in range(recipe.reward.workers))
-    heavy: list[tuple[Role, str]] = [("trainer", "trainer")] if recipe.trainer.ranks else []
-    heavy.extend(("rollout", f"rollout-{i}") for i in range(recipe.rollout.workers))
-    together = [tuple(light)] if recipe.processes == "shared" else [(actor,) for actor in light]
-    text = recipe.to_yaml()
-    return [
-        ProcessSpec(actors, where.run, where.url, where.folder, text)
-        for actors in (*together, *((actor,) for actor in heavy))
-    ]
-
-
 async def _lead(
     recipe: Recipe,
     where: Where,
@@ -397,13 +384,14 @@ async def _lead(
     """Start all actors, show them until they are done, and end them in order."""
     screen = open_screen(plain)
     supervisor = Supervisor(note=screen.note, hung_after_s=recipe.hung_after_s)
-    for spec in specs(recipe, where):
-        await supervisor.start(spec)
+    crew = Crew(supervisor, recipe, where)
+    await crew.start(bus)
     _write_private(where.folder / "processes.json", dict(supervisor.pids))
     side = [
         asyncio.create_task(feed_log(bus, view), name="reads steps and batches"),
         asyncio.create_task(feed_own(view, server), name="reads own gauges"),
-        asyncio.create_task(beat_for(bus, supervisor, "launcher"), name="beats"),
+        asyncio.create_task(beat_for(bus, supervisor, "launcher", crew.gauges), name="beats"),
+        asyncio.create_task(crew.follow(bus), name="keeps the number of workers"),
         asyncio.create_task(
             feed_beats(bus, lambda beat: view.beat(beat, time.time()), supervisor.heard), name="reads beats"
         ),

@@ -20,6 +20,7 @@ from ops.launch import Where, locate
 from ops.recipe import Recipe
 from ops.summary import Summary, print_summary
 from ops.view import RunView
+from ops.workers import SCALABLE
 from schemas import Control, StepDone, UserError, WeightVersion
 
 LISTEN_S = 1.5  # beats come once a second
@@ -28,7 +29,10 @@ SHOWN = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, DEAD)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """A run at one moment. `streams` and `queues` map names to their counts; `step` is the newest finished one."""
+    """A run at one moment. `streams` and `queues` map names to their counts; `step` is the newest finished one.
+
+    `workers` maps a role to how many are `wanted` on the launcher's machine, are `here`, and are `leaving` it.
+    """
 
     run: str
     steps_planned: int
@@ -38,6 +42,7 @@ class Status:
     seconds_since_step: float | None
     streams: dict[str, dict[str, int]]
     queues: dict[str, dict[str, int]]
+    workers: dict[str, dict[str, int]]
     actors: list[dict[str, Any]]
 
     @property
@@ -77,6 +82,7 @@ async def read_status(bus: Bus, listen_s: float = LISTEN_S) -> Status:
         seconds_since_step=max(0.0, time.time() - newest.time_s) if newest else None,
         streams=streams,
         queues=queues,
+        workers=_workers(view),
         actors=[
             {
                 "actor": actor.actor, "role": actor.role, "process": actor.process, "state": actor.state,
@@ -86,6 +92,16 @@ async def read_status(bus: Bus, listen_s: float = LISTEN_S) -> Status:
             for actor in view.by_role()
         ],
     )  # fmt: skip
+
+
+def _workers(view: RunView) -> dict[str, dict[str, int]]:
+    launcher = view.actors.get("launcher")
+    gauges = launcher.gauges if launcher is not None else {}
+    return {
+        role: {what: int(gauges[f"{role}_{what}"]) for what in ("wanted", "here", "leaving")}
+        for role in SCALABLE
+        if f"{role}_wanted" in gauges
+    }
 
 
 async def _recipe(bus: Bus) -> Recipe | None:
@@ -108,7 +124,7 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
     from bus.jetstream import JetStreamBus
 
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
-    if run_name is None and await _is_down(where.url):
+    if run_name is None and await is_down(where.url):
         return _ended(where, as_json)
     bus = JetStreamBus(where.run, where.url, "status")
     await bus.connect()
@@ -123,7 +139,7 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
     return 0
 
 
-async def _is_down(url: str) -> bool:
+async def is_down(url: str) -> bool:
     """Whether the run's own server is gone: on this machine that is known at once, without waiting for a time-out."""
     server = urlsplit(url)
     if "," in url or server.hostname not in ("127.0.0.1", "localhost", "::1"):
@@ -178,6 +194,11 @@ def print_status(status: Status, console: Console | None = None) -> None:
         backlog = (str(queue["waiting"]), str(queue["in_work"])) if queue else ("", "")
         streams.add_row(name, f"{counts['written']:,}", f"{counts['bytes'] / 1e6:.1f}", *backlog)
     console.print(streams)
+    for role, count in status.workers.items():
+        leaving = f", {count['leaving']} leaving" if count["leaving"] else ""
+        console.print(
+            f"{role} workers beside the launcher: {count['here']} of {count['wanted']}{leaving}", highlight=False
+        )
     if not status.actors:
         console.print("No actor was heard: the run is stopped, or its workers are down.")
         return

@@ -94,6 +94,7 @@ class _Child:
     silent_s: float = 0.0  # since its last beat, as far as beats could be heard
     beaten: bool = False
     done: bool = False
+    leave_until_s: float | None = None  # it was asked to leave, and is killed then
 
 
 class Supervisor:
@@ -129,6 +130,26 @@ class Supervisor:
         """Process name to how often it was started again."""
         return {name: child.restarts for name, child in self._children.items() if child.restarts}
 
+    @property
+    def names(self) -> set[str]:
+        """The processes that it has, those among them that are done, leaving, or just being started again."""
+        return set(self._children)
+
+    @property
+    def leaving(self) -> set[str]:
+        """Those that were asked to leave and have not ended yet."""
+        return {name for name, child in self._children.items() if child.leave_until_s is not None}
+
+    def leave(self, name: str) -> None:
+        """Ask a process to hand its work over and to end: SIGTERM, after `DRAIN_S` SIGKILL. Then it is forgotten."""
+        child = self._children[name]
+        if child.leave_until_s is None:
+            log.info("process_asked_to_leave", process=name)
+            child.leave_until_s = time.monotonic() + DRAIN_S
+            if child.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.terminate()
+
     async def start(self, spec: ProcessSpec) -> None:
         """Start a process."""
         self._children[spec.name] = child = _Child(spec)
@@ -153,6 +174,8 @@ class Supervisor:
         child.started_s = time.monotonic()
         child.restart_at_s = None
         child.silent_s, child.beaten = 0.0, False
+        if child.leave_until_s is not None:  # it was asked while it was being started again
+            child.process.terminate()
 
     def heard(self, beat: Mapping[str, Any]) -> None:
         """Take a beat that came over the bus, of whatever process, this one included."""
@@ -194,9 +217,11 @@ class Supervisor:
         while not all(child.done for child in self._children.values()):
             await asyncio.sleep(WATCH_S)
             for child in list(self._children.values()):
-                if child.done:
+                if child.leave_until_s is not None and not self.draining:
+                    self._left(child, child.leave_until_s)
+                elif child.done:
                     continue
-                if child.restart_at_s is not None and not self.draining:
+                elif child.restart_at_s is not None and not self.draining:
                     if time.monotonic() >= child.restart_at_s:
                         child.restarts += 1
                         await self._spawn(child)
@@ -204,6 +229,16 @@ class Supervisor:
                     child.done = self.draining
                 elif child.process.exitcode is not None:
                     self._ended(child, child.process.exitcode)
+
+    def _left(self, child: _Child, until_s: float) -> None:
+        """Forget a leaving process once it has ended, however it did."""
+        process = child.process
+        if process is None or process.exitcode is not None:
+            log.info("process_left", process=child.spec.name, status=process.exitcode if process else None)
+            del self._children[child.spec.name]
+        elif time.monotonic() > until_s:
+            self.note(f"{child.spec.name} did not leave within {DRAIN_S:.0f} s and is killed")
+            process.kill()
 
     def _ended(self, child: _Child, status: int) -> None:
         name = child.spec.name

@@ -78,6 +78,11 @@ class Launched:
         os.kill(pid, number)
         return pid
 
+    def kill_launcher(self) -> None:
+        """kill -9 of the command itself, with whom all its processes end."""
+        self.process.kill()
+        self.process.wait()
+
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
         """What an actor has logged, over all starts."""
         path = self.folder / "logs" / f"{name}.jsonl"

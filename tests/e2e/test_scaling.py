@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +71,37 @@ def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(
     assert [run.pid(name) for name in ACTORS] == pids
     assert run.ends() == 0, run.output
     assert_sound(run.folder, STEPS)
+
+
+def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(launch: Callable[..., Launched]) -> None:
+    """1 -> 3 -> 2, and 2 when the launcher comes back; who leaves hands over, nobody else is started again."""
+    run = launch(*SLOWLY, "rollout.slots=8")
+    run.until_step(1)
+    pids = [run.pid(name) for name in ACTORS]
+    assert _scale(run, "rollout=3") == "rollout: 1 -> 3 on "
+    run.until("samples of all", lambda: len(_workers(run)) == 3)
+    assert _scale(run, "rollout=2").startswith("rollout: 3 -> 2 on ")
+    run.until("one to leave", lambda: "rollout-2" not in _processes(run))
+    assert _scale(run, "rollout=2") == "rollout: 2 as before on "
+    assert [run.pid(name) for name in ACTORS] == pids
+    run.kill_launcher()
+    resumed = launch(*SLOWLY, "rollout.slots=8", resume=True)
+    resumed.until("two workers", lambda: {"rollout-0", "rollout-1"} <= _processes(resumed))
+    assert "rollout-2" not in _processes(resumed)
+    assert resumed.ends() == 0, resumed.output
+    assert_sound(run.folder, STEPS)
+
+
+def _scale(run: Launched, *arguments: str) -> str:
+    """What `scale` said, up to the name of the machine."""
+    command = Launched(["scale", str(run.folder), *arguments], run.folder)
+    assert command.ends() == 0, command.output
+    return command.output.partition(socket.gethostname())[0]
+
+
+def _processes(run: Launched) -> set[str]:
+    """The run's processes that live now."""
+    return set(json.loads((run.folder / "processes.json").read_text()))
 
 
 def _workers(run: Launched) -> set[str]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ops import supervise
-from ops.host import EXIT_DONE, ProcessSpec
+from ops.host import EXIT_DONE, EXIT_STOPPED, ProcessSpec
 from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor
 from schemas import UserError
 
@@ -186,4 +186,38 @@ async def test_a_process_may_take_its_time_to_start(clock: list[float], monkeypa
     assert watched.spawned[-1].exitcode is None
     silence(watched, clock, 3)
     assert watched.spawned[-1].exitcode is not None
+    watched.watching.cancel()
+
+
+async def test_a_process_that_is_to_leave_is_asked_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on; its name is free once it has ended, however it did."""
+    watched = await Watched().start(monkeypatch)
+    supervisor = watched.supervisor
+    await supervisor.start(ProcessSpec((("rollout", "rollout-0"),), "run", "", Path("run"), ""))
+    worker = watched.spawned[-1]
+    monkeypatch.setattr(worker, "terminate", lambda: None)  # it still hands over
+    supervisor.leave("rollout-0")
+    await asyncio.sleep(0.02)
+    assert supervisor.leaving == {"rollout-0"}
+    assert "rollout-0" in supervisor.pids
+    worker.exitcode = EXIT_STOPPED
+    async with asyncio.timeout(5):
+        while supervisor.names != {"trainer"}:
+            await asyncio.sleep(0.001)
+    assert len(watched.spawned) == 2
+    assert not watched.watching.done()
+    watched.spawned[0].exitcode = EXIT_DONE
+    await asyncio.wait_for(watched.watching, 5)
+
+
+async def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "DRAIN_S", 0.01)
+    watched = await Watched().start(monkeypatch)
+    await watched.supervisor.start(ProcessSpec((("rollout", "rollout-0"),), "run", "", Path("run"), ""))
+    monkeypatch.setattr(watched.spawned[-1], "terminate", lambda: None)
+    watched.supervisor.leave("rollout-0")
+    async with asyncio.timeout(5):
+        while watched.supervisor.names != {"trainer"}:
+            await asyncio.sleep(0.001)
+    assert watched.spawned[-1].exitcode == -signal.SIGKILL
     watched.watching.cancel()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ops.host import ProcessSpec
-from ops.launch import Where, _exported, _with_ranks, specs
+from ops.launch import Where, _exported, _with_ranks
 from ops.recipe import Recipe, load_recipe
 from ops.trainer_job import rank_spec, read_job, write_job
+from ops.workers import specs
 from schemas import UserError
 from tests.e2e.harness import RECIPE
 
