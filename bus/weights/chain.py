@@ -1,6 +1,6 @@
 """Which files make up a version: the full one that is nearest below it, and the deltas from there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from bus.weights.files import WeightsMissing
 from schemas import WeightVersion
@@ -32,13 +32,3 @@ def missing_link(version: int, events: Mapping[int, WeightVersion]) -> int | Non
             raise WeightsMissing(f"version {version} is announced as a delta of version {event.base}")
         version = event.base
     return version
-
-
-def from_nearest(
-    links: list[WeightVersion], at_hand: Callable[[WeightVersion], bool]
-) -> tuple[WeightVersion, list[WeightVersion]]:
-    """The newest of the links whose full weights are at hand, or else the first, and the deltas behind it."""
-    for place in range(len(links) - 1, 0, -1):
-        if at_hand(links[place]):
-            return links[place], links[place + 1 :]
-    return links[0], links[1:]

@@ -16,7 +16,7 @@ from bus.weights.files import (
     WeightsMissing,
     check_file,
     digest_of,
-    full_name,
+    full_file,
     version_and_base,
     write_whole,
 )
@@ -39,13 +39,8 @@ class WeightStore:
 
         The same tensors give the same bytes, so publishing again after a crash changes nothing.
         """
-        return self.write_full(version, safetensors.to_bytes(tensors))
-
-    def write_full(self, version: int, content: Buffer) -> WeightVersion:
-        """Write the full file of a version; see `publish`."""
-        digest = digest_of(content)
-        name = full_name(version, digest)
-        return self.write(WeightVersion(version=version, path=name, digest=digest, nbytes=len(content)), content)
+        content = safetensors.to_bytes(tensors)
+        return self.write(full_file(version, digest_of(content), len(content)), content)
 
     def write(self, event: WeightVersion, content: Buffer) -> WeightVersion:
         """Write the file that `event` announces, unless it is there; returns the event."""
@@ -76,6 +71,10 @@ class WeightStore:
         Raises WeightsMissing or WeightsCorrupt.
         """
         return safetensors.load(self.verify(event))
+
+    def names(self) -> set[str]:
+        """Of the files that are there."""
+        return {path.name for path in self.root.glob("v*") if version_and_base(path.name)}
 
     def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
         """Delete the versions below `keep_from_version` that are not in `keep` and that no kept one stands on.

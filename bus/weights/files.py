@@ -3,6 +3,7 @@
 ```
 v000005-1f3a90bc.safetensors            version 5, full; the digits begin its digest
 v000006-77e0c1d4.on000005.delta         version 6, as changes of version 5; the digits begin the digest of the result
+v000006-5a0b9f21.on000000.adapter       version 6, as a LoRA adapter over version 0
 ```
 A name tells on which version a file stands, so that a folder of them can be tidied up without the log.
 """
@@ -45,6 +46,11 @@ def digest_of_file(path: Path) -> str:
         return f"{SHA256}{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
+def full_file(version: int, digest: str, nbytes: int) -> WeightVersion:
+    """What announces the full file of a version."""
+    return WeightVersion(version=version, path=full_name(version, digest), digest=digest, nbytes=nbytes)
+
+
 def full_name(version: int, full_digest: str) -> str:
     """The name of the file with all weights of a version, of this digest."""
     return f"v{version:06d}-{full_digest.removeprefix(SHA256)[:8]}.safetensors"
@@ -53,6 +59,11 @@ def full_name(version: int, full_digest: str) -> str:
 def delta_name(version: int, full_digest: str, base: int) -> str:
     """The name of the file with what changed from `base` to a version, whose full file has this digest."""
     return f"v{version:06d}-{full_digest.removeprefix(SHA256)[:8]}.on{base:06d}.delta"
+
+
+def adapter_name(version: int, digest: str, base: int) -> str:
+    """The name of the file with a version's LoRA adapter over the full version `base`."""
+    return f"v{version:06d}-{digest.removeprefix(SHA256)[:8]}.on{base:06d}.adapter"
 
 
 def version_and_base(name: str) -> tuple[int, int] | None:

@@ -5,22 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bus.adapter import METADATA, Adapter
+
 if TYPE_CHECKING:  # importing the bus stays light
     import torch
-
-_METADATA = "rollstream"  # one key only: safetensors writes several in random order, and equal tensors need equal bytes
 
 
 def to_bytes(tensors: Mapping[str, "torch.Tensor"]) -> bytes:
     """The full file of these weights; a copy, so that they may change afterwards. Equal tensors give equal bytes.
 
     Tensors that share their memory (tied embeddings) are stored once, under the name that comes first in `tensors`;
-    `load` gives all.
+    `load` gives all. Of an adapter its metadata tell the shape; see `bus.adapter`.
     """
     from safetensors.torch import save
 
     stored, aliases = _untie(tensors)
-    content: bytes = save(stored, metadata={_METADATA: json.dumps({"aliases": aliases}, sort_keys=True)})
+    told: dict[str, Any] = {"adapter": tensors.describe()} if isinstance(tensors, Adapter) else {"aliases": aliases}
+    content: bytes = save(stored, metadata={METADATA: json.dumps(told, sort_keys=True)})
     return content
 
 
@@ -30,7 +31,7 @@ def load(path: Path) -> dict[str, "torch.Tensor"]:
 
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-        aliases: dict[str, str] = json.loads(file.metadata()[_METADATA])["aliases"]
+        aliases: dict[str, str] = json.loads(file.metadata()[METADATA])["aliases"]
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
