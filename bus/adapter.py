@@ -62,8 +62,8 @@ class Adapter(Mapping[str, "Tensor"]):
         return dataclasses.asdict(self.shape)
 
     def merged(self, module: str, base: "Tensor") -> "Tensor":
-        """The weight of a targeted module, float32, from that of the base, in any dtype; see `merged`."""
-        a, b = self._tensors[module + A], self._tensors[module + B]
+        """The weight of a targeted module, float32, from that of the base, in any dtype and on its device."""
+        a, b = (self._tensors[module + end].to(base.device) for end in (A, B))
         return merged(base, a, b, self.shape.scale, module in self.shape.transposed)
 
     def over(self, base: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:

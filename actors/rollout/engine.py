@@ -150,9 +150,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def update(self, version: int, path: str | Path) -> None:
-        """Hold the weights of `version`, full, from a safetensors file or a directory of them, once this returns.
+    async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
+        """Hold the weights of `version` once this returns: full ones, in a safetensors file or a directory of them.
 
+        With `base`, those are the full ones, and `path` is a file with a LoRA adapter over them (see `bus.adapter`).
         Raises `WeightsError` if they do not fit; the engine then goes on with the old ones.
         """
         ...

@@ -10,8 +10,53 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from actors.rollout.engine import WeightsError
+from bus.adapter import WEIGHT, Adapter, NotAnAdapter, read_adapter
 
 _INDEX = "model.safetensors.index.json"
+
+
+class WeightLoader:
+    """Gives a model one version after another, in place.
+
+    Of an adapter's base no copy is kept: matrices that are targeted are read again, through the memory map, whenever
+    the next adapter comes; all others are left as they are. While one is merged, it is in memory in float32.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._under: tuple[str, tuple[str, ...]] | None = None  # the base that is held, and where adapters changed it
+
+    def load(self, path: str | Path, base: str | Path | None = None) -> None:
+        """Hold the weights at `path`; with `base` the weights there, with the adapter at `path` merged into them.
+
+        Raises `WeightsError`, before anything is changed, if they do not fit.
+        """
+        if base is None:
+            weights = read_weights(path)
+            self._under = None
+            copy_weights(self._model, weights)
+            return
+        try:
+            adapter = read_adapter(Path(path))
+        except NotAnAdapter as error:
+            raise WeightsError(str(error)) from error
+        weights = read_weights(base)
+        misfits = adapter.misfits({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        if misfits:
+            raise WeightsError(f"the adapter at {path} does not fit its base at {base}: {', '.join(misfits[:3])}")
+        under = (str(base), adapter.shape.targets)
+        if self._under != under:
+            self._under = None
+            copy_weights(self._model, weights)
+        self._merge(adapter, weights)
+        self._under = under
+
+    def _merge(self, adapter: Adapter, base: Mapping[str, Tensor]) -> None:
+        targets = self._model.state_dict()
+        with torch.no_grad():
+            for module in adapter.shape.targets:
+                target = targets[module + WEIGHT]
+                target.copy_(adapter.merged(module, base[module + WEIGHT].to(target.device)))
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ class _Job:
 class _Update:
     version: int
     path: str | Path
+    base: str | Path | None
     future: asyncio.Future[None]
 
 
@@ -113,10 +114,10 @@ class ThreadedEngine:
         finally:
             self._generating -= 1
 
-    async def update(self, version: int, path: str | Path) -> None:
+    async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         """See `Engine`. Updates are carried out one after another, in the order of the calls."""
         loop = self._serving()
-        update = _Update(version, path, self._expect(loop))
+        update = _Update(version, path, base, self._expect(loop))
         self._post(loop, partial(self._updates.append, update))
         await update.future
 
@@ -247,7 +248,7 @@ class ThreadedEngine:
         while self._updates and not (self._decoder.config.on_update == "drain" and self._decoder.running):
             update = self._updates.popleft()
             try:
-                self._decoder.load(update.version, update.path)
+                self._decoder.load(update.version, update.path, update.base)
             except WeightsError as error:  # nothing was changed: the caller decides, the samples go on
                 self._outbox.append(_Result(update.future, error=error))
             else:

@@ -38,7 +38,7 @@ from actors.rollout.admission import settled
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import Generation, Request, UnsupportedModelError
 from actors.rollout.kv_cache import ATTENTION, SlotCache
-from actors.rollout.load_weights import copy_weights, read_weights
+from actors.rollout.load_weights import WeightLoader
 from actors.rollout.rows import Rows
 from actors.rollout.sampling import I64, sample, uniforms
 
@@ -73,6 +73,7 @@ class Decoder:
         self._model: Any = model.train(False)  # its classes are typed only in part
         self.config = config
         self._vocab_size = model.get_input_embeddings().get_parameter("weight").shape[0]
+        self._weights = WeightLoader(model)
         self._cache = SlotCache(config.slots)
         self._rows = Rows(config.slots, self._vocab_size)
         self._tickets = 0
@@ -175,16 +176,17 @@ class Decoder:
             return [self._rows.generation(row, self.version, finished=False) for row in range(self._rows.count)]
 
     @torch.inference_mode()
-    def load(self, version: int, path: str | Path) -> None:
+    def load(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         """Hold the weights at `path` as `version`. Running sequences go on under it, as `config.on_update` says.
 
-        Tokens drawn so far keep their version and logprobs. With "drain" there must be none running: the caller steps
-        until then. Raises `WeightsError`, before anything is changed, if the weights do not fit.
+        With `base`, the weights there are meant, with the LoRA adapter at `path` merged into them. Tokens drawn so far
+        keep their version and logprobs. With "drain" there must be none running: the caller steps until then. Raises
+        `WeightsError`, before anything is changed, if the weights do not fit.
         """
         if self.config.on_update == "drain" and self.running:
             raise ValueError(f"{self.running} sequences are running: drain means to finish them before the update")
         started = time.perf_counter()
-        copy_weights(self._model, read_weights(path))
+        self._weights.load(path, base)
         with self._lock:
             self._rows.close_segments(self.version)
             self.version = version

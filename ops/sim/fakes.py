@@ -350,7 +350,7 @@ class FakeEngine:
             if row in self._running:
                 self._running.remove(row)
 
-    async def update(self, version: int, path: str | Path) -> None:
+    async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         """See `Engine.update`."""
         self._serving()
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

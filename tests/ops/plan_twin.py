@@ -103,7 +103,7 @@ class TwinEngine:
         zeros = (0,) * length
         return Generation(request.sample_id, request.prompt_tokens, zeros, zeros, job.segments, "stop")
 
-    async def update(self, version: int, path: str | Path) -> None:
+    async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
         self._updates.append((version, done))
         self.model.update(version)
