@@ -15,7 +15,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from ops.commands.options import AsJson, LogTarget, NatsUrl, RunName, finish
+from ops.commands.bench import bench
+from ops.commands.options import (
+    AsJson,
+    BenchDir,
+    LogTarget,
+    NatsUrl,
+    Overrides,
+    RecipePath,
+    ReportFile,
+    RunName,
+    finish,
+)
 from ops.commands.replay import diff, replay, trace
 from ops.commands.scale import scale
 
@@ -29,24 +40,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure. Each benchmark is one command and prints a table.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-RecipePath = Annotated[Path, typer.Argument(help="A recipe: a YAML file, such as recipes/running_total.yaml.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]", help="Changes to the recipe, such as trainer.lr=1e-4 steps=20."),
-]
 RunDir = Annotated[Path | None, typer.Option("--dir", help="The run's folder; by default runs/NAME-TIMESTAMP.")]
 RunTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
-]
-WarmModel = Annotated[
-    Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
-]
-ReportFile = Annotated[Path | None, typer.Option("--out", help="A file for the table, as Markdown.")]
-BenchDir = Annotated[
-    Path | None, typer.Option("--dir", help="Keep the runs in this new folder; by default they are removed.")
 ]
 
 
@@ -216,47 +214,6 @@ def evaluate(
         return 0
 
     finish(told())
-
-
-@bench.command("async")
-def bench_async(
-    steps: Annotated[int, typer.Option("--steps", min=4, help="Of each run with the quick reward.")] = 40,
-    slow_steps: Annotated[int, typer.Option("--slow-steps", min=4, help="Of each run with the slow one.")] = 30,
-    warm: WarmModel = None,
-    out: ReportFile = None,
-    folder: BenchDir = None,
-) -> None:
-    """Time the same recipe at staleness bound 0 and 4, with a quick and with a slow reward.
-
-    ```
-    rollstream bench async
-    rollstream bench async --out docs/bench-async.md
-    ```
-    """
-    from ops import bench as command
-
-    finish(command.bench_async(steps, slow_steps, warm, out, folder))
-
-
-@bench.command("cost")
-def bench_cost(
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Batches, of each contender.")] = 60,
-    warm: WarmModel = None,
-    out: ReportFile = None,
-    folder: BenchDir = None,
-) -> None:
-    """Count the CPU seconds of a batch, all processes together, beside a plain loop and TRL.
-
-    TRL takes part if it is installed: pip install 'rollstream[bench]'
-
-    ```
-    rollstream bench cost
-    rollstream bench cost --steps 80 --out docs/bench-cost.md
-    ```
-    """
-    from ops import bench_cost as command
-
-    finish(command.bench_cost(steps, warm, out, folder))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,12 +10,21 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+RecipePath = Annotated[Path, typer.Argument(help="A recipe: a YAML file, such as recipes/running_total.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]", help="Changes to the recipe, such as trainer.lr=1e-4 steps=20."),
+]
 NatsUrl = Annotated[str | None, typer.Option("--nats", help="An existing NATS server, nats://user:password@host:port.")]
 RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name on that server.")]
 LogTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN_OR_FILE]", help="A run, or a recording's file; by default the newest run.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")]
+ReportFile = Annotated[Path | None, typer.Option("--out", help="A file for the table, as Markdown.")]
+BenchDir = Annotated[
+    Path | None, typer.Option("--dir", help="Keep the runs in this new folder; by default they are removed.")
+]
 
 
 def finish(work: Coroutine[Any, Any, int]) -> None:

@@ -1,0 +1,101 @@
+"""`rollstream bench` on the command line. Each command imports what it needs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.commands.options import BenchDir, Overrides, RecipePath, ReportFile, finish
+
+bench = typer.Typer(help="Measure. Each benchmark is one command and prints a table.", no_args_is_help=True)
+
+WarmModel = Annotated[
+    Path | None, typer.Option("--warm", help="The warm-started model's folder; by default it is made.")
+]
+
+
+@bench.command("async")
+def bench_async(
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Of each run with the quick reward.")] = 40,
+    slow_steps: Annotated[int, typer.Option("--slow-steps", min=4, help="Of each run with the slow one.")] = 30,
+    warm: WarmModel = None,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
+    """Time the same recipe at staleness bound 0 and 4, with a quick and with a slow reward.
+
+    ```
+    rollstream bench async
+    rollstream bench async --out docs/bench-async.md
+    ```
+    """
+    from ops import bench as command
+
+    finish(command.bench_async(steps, slow_steps, warm, out, folder))
+
+
+@bench.command("cost")
+def bench_cost(
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Batches, of each contender.")] = 60,
+    warm: WarmModel = None,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
+    """Count the CPU seconds of a batch, all processes together, beside a plain loop and TRL.
+
+    TRL takes part if it is installed: pip install 'rollstream[bench]'
+
+    ```
+    rollstream bench cost
+    rollstream bench cost --steps 80 --out docs/bench-cost.md
+    ```
+    """
+    from ops import bench_cost as command
+
+    finish(command.bench_cost(steps, warm, out, folder))
+
+
+@bench.command("staleness")
+def bench_staleness(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    bounds: Annotated[
+        str, typer.Option("--eta", metavar="N,N,...", help="How many versions old every batch is.")
+    ] = "0,1,2,4,8,16",
+    live: Annotated[
+        str, typer.Option("--live", metavar="N,N,...", help="Bounds to run the whole system at; 'none' for none.")
+    ] = "4,16",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=10, help="Each with a warm start of its own.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Of each run.")] = 60,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at the same time, in a process each.")] = 2,
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where runs are kept; given again, only missing ones are made.")
+    ] = Path("runs/bench-staleness"),
+    out: ReportFile = None,
+) -> None:
+    """Train on samples that are η versions old, with naive PPO and with decoupled PPO.
+
+    A table and, beside the file of --out, a plot. Interrupted and given again, it goes on where it was.
+
+    ```
+    rollstream bench staleness recipes/running_total.yaml --out docs/bench-staleness.md
+    rollstream bench staleness recipes/running_total.yaml trainer.lr=1e-3 --eta 0,8 --live none --dir runs/faster
+    ```
+    """
+    from ops import bench_staleness as command
+
+    finish(
+        command.bench_staleness(
+            recipe,
+            overrides or (),
+            bounds=command.numbers(bounds, "--eta"),
+            live=command.numbers(live, "--live"),
+            seeds=seeds,
+            steps=steps,
+            jobs=jobs,
+            folder=folder,
+            out=out,
+        )
+    )
