@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,16 +48,23 @@ def learner_of(model: PreTrainedModel, recipe: Recipe, initial: Path, ranks: Ran
     )
 
 
-def weights_of(learner: Learner, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The tensors to publish, in the dtype that rollout workers hold; on rank 0, empty elsewhere. All ranks ask."""
+def weights_of(learner: Learner, recipe: Recipe) -> Mapping[str, torch.Tensor]:
+    """The tensors to publish, in the dtype that rollout workers hold; on rank 0, empty elsewhere. All ranks ask.
+
+    With `trainer.lora` version 0 is the whole base, and every later one an `Adapter` over it.
+    """
     import torch
 
-    return learner.weights(getattr(torch, recipe.rollout.dtype))
+    dtype = getattr(torch, recipe.rollout.dtype)
+    if learner.config.lora is None:
+        return learner.weights(dtype)
+    return learner.adapter(dtype) if learner.steps_done else learner.base_weights(dtype)
 
 
 def export_model(learner: Learner, initial: Path, folder: Path) -> None:
     """Write the model for `from_pretrained` into `folder`, with the tokenizer of `initial`; whole or not at all.
 
+    With `trainer.lora` adapters are merged into it, and stand beside it in peft's own format, in the folder `adapter`.
     All ranks ask, rank 0 writes.
     """
     import torch
@@ -64,6 +72,8 @@ def export_model(learner: Learner, initial: Path, folder: Path) -> None:
     from ops.host import replace_folder
     from ops.text import HfTokenizer
 
+    if learner.config.lora is not None:
+        _export_adapter(learner, initial, folder.with_name("adapter"))
     weights = learner.weights(torch.float32)
     if learner.ranks.rank:
         return
@@ -71,3 +81,12 @@ def export_model(learner: Learner, initial: Path, folder: Path) -> None:
     learner.model.save_pretrained(aside, state_dict=weights)
     HfTokenizer(str(initial)).save(aside)
     replace_folder(aside, folder)
+
+
+def _export_adapter(learner: Learner, initial: Path, folder: Path) -> None:
+    from ops.host import replace_folder
+
+    aside = folder.with_name(f".{folder.name}-{os.getpid()}")
+    learner.save_adapter(aside, str(initial.resolve()))
+    if learner.ranks.rank == 0:
+        replace_folder(aside, folder)

@@ -22,6 +22,7 @@ import structlog
 
 from actors import clock
 from actors.gauges import Gauges
+from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
 from actors.trainer.metrics import Wait, of_ages, of_times
 from actors.trainer.ranks import OneRank, Ranks, share_of
@@ -142,6 +143,10 @@ class Trainer:
     async def _restore(self) -> None:
         newest = await asyncio.to_thread(self.checkpoints.load_newest)
         await self._check_one_start(newest)
+        if self.config.lora is not None:
+            base = await asyncio.to_thread(self.tensors)  # version 0, as long as nothing is restored
+            if self._leads:
+                await check_base(self.bus, base)
         if newest is not None:
             self.version, state = newest
             self.learner.load_state_dict(state["learner"])
