@@ -98,10 +98,11 @@ class RolloutWorker:
                 serve(self.bus, ROLLOUT_WORKERS, self._handle, room=lambda: room, stop=stop, name=self.name)
             )
             stopping = asyncio.create_task(stop.wait())
+            failing = asyncio.create_task(self.engine.failed(), name=f"{self.name} watches its engine")
             try:
-                await asyncio.wait([serving, stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([serving, stopping, failing, *helpers], return_when=asyncio.FIRST_COMPLETED)
                 for helper in helpers:
-                    if helper.done():
+                    if helper.done() and not failing.done():
                         helper.result()  # follows for ever, so it failed
                 if not serving.done():
                     stop.set()
@@ -109,10 +110,12 @@ class RolloutWorker:
                     async with self._updated:
                         self._updated.notify_all()  # whoever waits for a version hands back too
                 await serving
+                if failing.done():  # what it had was handed over
+                    failing.result()
             finally:
-                for task in (serving, stopping, *helpers):
+                for task in (serving, stopping, failing, *helpers):
                     task.cancel()
-                await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
+                await asyncio.gather(serving, stopping, failing, *helpers, return_exceptions=True)
                 await self.engine.close()
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:

@@ -1,16 +1,36 @@
 """How a rollout worker generates. Imports no torch, so that recipes can be checked without it."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from schemas.config import Config
 
 
+class VllmConfig(Config):
+    """The `rollout.vllm` section: what only the engine `vllm` reads."""
+
+    tensor_parallel: int = Field(1, ge=1, le=64, description="devices that one engine's model is split over")
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0, description="of a GPU's memory; a CPU ignores it")
+    kv_cache_gib: float | None = Field(
+        None, gt=0.0, description="of the KV cache; by default what a GPU has left, and 1 on a CPU"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; by default the model's")
+    enforce_eager: bool | None = Field(None, description="compile nothing; by default so on a CPU only")
+    stalled_after_s: float = Field(
+        120.0, gt=0.0, description="seconds without a token, while samples run, after which an engine counts as dead"
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="more arguments of vLLM's AsyncEngineArgs, by name; they overrule ours"
+    )
+
+
 class RolloutConfig(Config):
     """The `rollout` section of a recipe. `pydantic.ValidationError` names the field and the bound that it breaks."""
 
-    engine: Literal["torch"] = Field("torch", description="what decodes: the built-in engine over transformers")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="what decodes: the built-in engine over transformers, or vLLM, which is installed apart"
+    )
     workers: int = Field(1, ge=1, le=1024, description="rollout processes started on this machine")
     slots: int = Field(64, ge=1, le=4096, description="sequences decoded together by one worker")
     max_new_tokens: int = Field(256, ge=1, description="tokens after which an answer is cut (finish = length)")
@@ -40,8 +60,15 @@ class RolloutConfig(Config):
         "the time of decoding (1.7 to 2.3 times on the running total); needs threads 1",
     )
 
+    vllm: VllmConfig = Field(VllmConfig(), description="what only the engine vllm reads")
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.deterministic and self.engine != "torch":
+            raise ValueError(
+                f"deterministic is true, but the engine is {self.engine}: only the built-in one can promise that => "
+                "Set engine to torch, or deterministic to false."
+            )
         if self.deterministic and self.threads > 1:
             raise ValueError(
                 f"deterministic is true, but threads is {self.threads}: threads share out the rows of a batch, and "

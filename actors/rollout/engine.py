@@ -40,6 +40,10 @@ class NonFiniteLogitsError(EngineError, ArithmeticError):
     """The model returned NaN or infinity: the policy has diverged, or its dtype overflows."""
 
 
+class EngineDiedError(EngineError, RuntimeError):
+    """The process that decodes has ended or answers no more. Its samples were handed over."""
+
+
 class EngineClosedError(EngineError, RuntimeError):
     """The engine was not started, or has been closed."""
 
@@ -113,6 +117,8 @@ class EngineStats:
 
     `running` sequences are in the batch, `waiting` ones have no slot yet. `busy_s` is time spent in prefill and decode,
     `swapping_s` time spent in loading weights and rebuilding caches.
+    Of the tokens that samples begin with, `prefill_tokens` went through the model, and `cached_tokens` were spared
+    that by a cache that they share with others.
     """
 
     running: int
@@ -121,6 +127,8 @@ class EngineStats:
     forward_passes: int
     busy_s: float
     swapping_s: float
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -160,6 +168,13 @@ class Engine(Protocol):
 
     def snapshot(self) -> list[Generation]:
         """The running sequences as they are now, `finish=None`. Callable from any thread."""
+        ...
+
+    async def failed(self) -> None:
+        """Raise when the decoding fails for good, at once if it has; until then, wait.
+
+        An engine whose decoding happens elsewhere may hand its samples over then, instead of raising from each call.
+        """
         ...
 
     async def hand_over(self) -> None:

@@ -69,6 +69,7 @@ class ThreadedEngine:
         self._handed_over = False
         self._closing: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._broken = asyncio.Event()  # _error is set
         # Of both, under _wake
         self._wake = threading.Condition()
         self._inbox: list[_Command] = []
@@ -124,6 +125,12 @@ class ThreadedEngine:
     def snapshot(self) -> list[Generation]:
         """See `Engine`."""
         return self._decoder.snapshot()
+
+    async def failed(self) -> None:
+        """See `Engine`."""
+        await self._broken.wait()
+        assert self._error is not None
+        raise self._error
 
     async def hand_over(self) -> None:
         """See `Engine`."""
@@ -199,6 +206,7 @@ class ThreadedEngine:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        self._broken.set()
         for future in self._pending:
             if not future.done():
                 future.set_exception(error)

@@ -362,6 +362,10 @@ class FakeEngine:
         """See `Engine.snapshot`."""
         return [row.generation(None) for row in self._running]
 
+    async def failed(self) -> None:
+        """See `Engine.failed`."""
+        await asyncio.Event().wait()
+
     async def hand_over(self) -> None:
         """See `Engine.hand_over`."""
         self._serving()

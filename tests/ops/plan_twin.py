@@ -127,6 +127,9 @@ class TwinEngine:
     def snapshot(self) -> list[Generation]:
         return []
 
+    async def failed(self) -> None:
+        await asyncio.Event().wait()
+
     async def hand_over(self) -> None:
         for future in self._futures.values():
             future.cancel()
