@@ -11,7 +11,6 @@ model.layers.0.mlp.up_proj.weight   ->   model.layers.0.mlp.up_proj.base_layer.w
 
 import difflib
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,8 +99,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> Lora:
         fan_in_fan_out=bool(transposed),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # if layers of both layouts are targeted, peft tells that it sees to it
+    with torch.random.fork_rng(devices=[]):  # it draws numbers that are replaced below
         peft.inject_adapter_in_model(peft_config, model, ADAPTER)
     generator = torch.Generator().manual_seed(seed)  # on the CPU, so that adapters begin alike on every device
     with torch.no_grad():

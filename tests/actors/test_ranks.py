@@ -80,6 +80,7 @@ ALGORITHMS = {
     "m2po": {"m2po_threshold": 0.04, "minibatches": 2},
     "overlong answers, sequence mean": {"overlong": {}, "aggregation": "sequence_mean", "unfinished": "mask"},
     "gspo": {"algorithm": "gspo"},
+    "adapters": {"lora": {"rank": 4}, "minibatches": 2, "reference": "initial", "kl": {"coef": 0.1}},
     "entropy, approximate proximal": {"entropy_coef": 0.01, "proximal": "loglinear"},
 }  # fmt: skip
 
