@@ -45,6 +45,7 @@ LOOK_S = 0.5  # between two looks at the core's health
 PAUSE_S = 120.0  # for the step in hand to end: a long prefill on a slow machine
 LOAD_S = 600.0
 CLOSE_S = 10.0
+ABORT_S = 10.0
 
 
 class VllmEngine:
@@ -166,6 +167,8 @@ class VllmEngine:
                     return finish
                 if made.finish_reason != "abort":
                     raise EngineError(f"sample {answer.request.sample_id}: vLLM ended it with {made.finish_reason}")
+            elif self._handed_over:  # it was on its way to the core when all others were told to end
+                await self._llm.abort(name)
         return None
 
     async def _outputs(self, name: str, answer: Answer) -> AsyncIterator[Any]:
@@ -204,7 +207,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def update(self, version: int, path: str | Path) -> None:
+    async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         """See `Engine`. Updates are carried out one after another, in the order of the calls.
 
         What cannot be read or does not fit is refused before anything is changed. Should a load fail in its midst, the
@@ -213,12 +216,12 @@ class VllmEngine:
         self._check_open()
         async with self._updating:
             self._check_open()
-            check_shapes(self._shapes, await asyncio.to_thread(weight_shapes, Path(path)))
+            check_shapes(self._shapes, await asyncio.to_thread(weight_shapes, Path(base or path)))
             await self._drain()
             started_s = time.monotonic()
             self._pause_clock()
             try:
-                await self._swap(version, str(path))
+                await self._swap(version, str(path), None if base is None else str(base))
             finally:
                 self._swapping_s += time.monotonic() - started_s
                 self._heard_s = time.monotonic()
@@ -241,13 +244,13 @@ class VllmEngine:
                 self._admitting.set()
         self._check_open()
 
-    async def _swap(self, version: int, path: str) -> None:
+    async def _swap(self, version: int, path: str, base: str | None) -> None:
         """Stop between two steps, load, name the version, go on. Raises `WeightsError` if nothing was changed."""
         try:
             async with asyncio.timeout(PAUSE_S):
                 await self._llm.pause_generation(mode="keep", clear_cache=self.config.on_update != "keep")
             async with asyncio.timeout(LOAD_S):
-                outcomes = await self._llm.collective_rpc("rollstream_load", args=(path,))
+                outcomes = await self._llm.collective_rpc("rollstream_load", args=(path, base))
             refused = [outcome["refused"] for outcome in outcomes if "refused" in outcome]
             broken = [outcome["broken"] for outcome in outcomes if "broken" in outcome]
             if broken or 0 < len(refused) < len(outcomes):
@@ -278,10 +281,14 @@ class VllmEngine:
     async def _release(self) -> None:
         self._handed_over = True
         self._admitting.set()
-        if self._answers and self._error is None:
-            with contextlib.suppress(Exception):  # a core that has died has handed over by that
+        await self._abort()
+
+    async def _abort(self) -> None:
+        """End all that vLLM has; what it made so far is on our side already, so a dead core hands over as well."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ABORT_S):
                 await self._llm.abort(list(self._answers))
-            await self._idle.wait()
+                await self._idle.wait()
 
     async def close(self) -> None:
         """See `Engine`. Returns when vLLM's processes have ended."""
@@ -337,6 +344,7 @@ class VllmEngine:
                 self._heard_s = time.monotonic()
             elif (silent_s := time.monotonic() - self._heard_s) > self.config.vllm.stalled_after_s:
                 self._fail(EngineDiedError(f"vLLM has made no token for {silent_s:.0f} s"))
+        await self._abort()  # who waits for a core that does not even die
 
     def _busy(self) -> None:
         self._idle.clear()

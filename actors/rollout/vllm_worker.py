@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from actors.rollout.engine import WeightsError
 from actors.rollout.load_weights import read_weights
 from actors.rollout.vllm_versions import OWNER, prepare_worker
+from bus.adapter import WEIGHT, Adapter, NotAnAdapter, read_adapter
 
 PROBED = 1024  # elements of each tensor that are compared after a load
 
@@ -27,39 +28,93 @@ class WeightLoader:
     """Mixed into vLLM's worker; its methods are called by `collective_rpc`."""
 
     model_runner: Any
+    rollstream_under: tuple[str, tuple[str, ...]] | None = None  # the base that is held, and where adapters changed it
 
-    def rollstream_load(self, path: str) -> dict[str, Any]:
+    def rollstream_load(self, path: str, base: str | None = None) -> dict[str, Any]:
         """Overwrite the model's weights with those at `path`, a safetensors file or a directory of them.
 
-        Returns `{"probed": n}`, the tensors compared afterwards; `{"refused": why}` if nothing was changed; or
+        With `base` the weights there are meant, with the LoRA adapter at `path` merged into them. Returns
+        `{"probed": n}`, the parameters compared afterwards; `{"refused": why}` if nothing was changed; or
         `{"broken": why}` if the model may now hold a mixture. Never raises: vLLM would lose the reason on its way.
         """
         try:
-            tensors = read_weights(path)
+            tensors, under = weights_at(path, base)
         except WeightsError as error:
             return {"refused": str(error)}
         model = self.model_runner.get_model()
+        if isinstance(tensors, Merged) and under == self.rollstream_under:
+            tensors = tensors.targeted()
+        self.rollstream_under = None
         try:
             loaded = model.load_weights(iter(tensors.items()))
-            return {"probed": probe(model, tensors, loaded)}
+            probed = probe(model, tensors)
+            if not isinstance(tensors, Merged) or not tensors.only_targets:
+                check_complete(model, loaded)
         except Exception as error:
             return {"broken": f"{type(error).__name__}: {error}"}
+        self.rollstream_under = under
+        return {"probed": probed}
 
 
-def probe(model: Any, tensors: Mapping[str, Tensor], loaded: set[str] | None) -> int:
+class Merged(Mapping[str, Tensor]):
+    """Whole weights by name with an adapter merged into them, in float32 where it is; each is made when asked for."""
+
+    def __init__(self, adapter: Adapter, base: Mapping[str, Tensor], only_targets: bool = False) -> None:
+        self.only_targets = only_targets
+        self._adapter = adapter
+        self._base = base
+        self._modules = {module + WEIGHT: module for module in adapter.shape.targets}
+        self._names = list(self._modules if only_targets else base)
+
+    def targeted(self) -> Merged:
+        """Of those only the ones that the adapter changes."""
+        return Merged(self._adapter, self._base, only_targets=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._modules:
+            return self._adapter.merged(self._modules[name], self._base[name])
+        return self._base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def weights_at(path: str, base: str | None) -> tuple[Mapping[str, Tensor], tuple[str, tuple[str, ...]] | None]:
+    """The weights meant, and under which adapter's targets the base then lies. Raises `WeightsError`."""
+    if base is None:
+        return read_weights(path), None
+    try:
+        adapter = read_adapter(Path(path))
+    except NotAnAdapter as error:
+        raise WeightsError(str(error)) from error
+    weights = read_weights(base)
+    if misfits := adapter.misfits({name: tuple(tensor.shape) for name, tensor in weights.items()}):
+        raise WeightsError(f"the adapter at {path} does not fit its base at {base}: {', '.join(misfits[:3])}")
+    return Merged(adapter, weights), (base, adapter.shape.targets)
+
+
+def check_complete(model: Any, loaded: set[str] | None) -> None:
+    """Raises `WeightsError` if a parameter was not loaded, as far as the model tells what was."""
+    if loaded is None:
+        return
+    if lost := sorted({name for name, _ in model.named_parameters()} - loaded):
+        raise WeightsError(f"no weights for {', '.join(lost[:3])}, {len(lost)} in all")
+
+
+def probe(model: Any, tensors: Mapping[str, Tensor]) -> int:
     """Compare elements of the model's parameters with what was loaded; returns how many parameters were compared.
 
     Parameters that vLLM made of several (q, k and v; gate and up) are compared with their parts. Those that are cut
     over several devices, or of another type than the file's (quantized), are not compared.
 
-    Raises `WeightsError` if a parameter was not loaded, or differs.
+    Raises `WeightsError` if one differs.
     """
-    parameters = dict(model.named_parameters())
-    if loaded is not None and (lost := sorted(parameters.keys() - loaded)):
-        raise WeightsError(f"no weights for {', '.join(lost[:3])} and {max(0, len(lost) - 3)} more")
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     compared = 0
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         whole = _expected(name, tensors, packed)
         if whole is None or whole.dim() != parameter.dim() or not parameter.is_floating_point():
             continue
@@ -76,13 +131,11 @@ def probe(model: Any, tensors: Mapping[str, Tensor], loaded: set[str] | None) ->
 
 def _expected(name: str, tensors: Mapping[str, Tensor], packed: Mapping[str, list[str]]) -> Tensor | None:
     """What a parameter should hold, by the names of the file; None if the file has no such thing."""
-    if name in tensors:
-        return tensors[name]
     module = name.split(".")[-2] if "." in name else ""
-    parts = [name.replace(f".{module}.", f".{part}.") for part in packed.get(module, [])]
-    if not parts or any(part not in tensors for part in parts):
-        return None
-    return torch.cat([tensors[part] for part in parts])
+    names = [name.replace(f".{module}.", f".{part}.") for part in packed.get(module, [module])]
+    parts = [tensors.get(part) for part in names]
+    whole = [part for part in parts if part is not None]
+    return torch.cat(whole) if len(whole) == len(names) else None
 
 
 def end_with_owner(owner: int) -> None:
