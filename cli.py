@@ -84,7 +84,9 @@ def run(
 
 @app.command()
 def up(
-    role: Annotated[Literal["controller", "rollout", "reward", "trainer"], typer.Argument(help="What to add.")],
+    role: Annotated[
+        Literal["controller", "rollout", "reward", "trainer", "evaluator"], typer.Argument(help="What to add.")
+    ],
     run_folder: Annotated[str | None, typer.Option("--run", help="The run's folder or name, on this machine.")] = None,
     nats: NatsUrl = None,
     run_name: RunName = None,
@@ -202,15 +204,16 @@ def evaluate(
     resolved = load_recipe(recipe, overrides or ())
     model = model_of(target)
     from ops.evaluate import evaluate as score
+    from ops.evaluate import in_words
+    from ops.evaluate import told as plain
     from ops.logging import configure
 
     configure()
 
     async def told() -> int:
         result = await score(resolved, model)
-        text = f"reward {result.reward:.4f} over {result.count} problems, {result.response_length:.1f} tokens an answer"
-        failed = f"; {result.failed} had no verdict and are left out" if result.failed else ""
-        print(json.dumps(result.to_json()) if as_json else text + failed)
+        text = f"held-out reward {in_words(result)}, {result.response_length:.1f} tokens an answer"
+        print(json.dumps(plain(result)) if as_json else text)
         return 0
 
     finish(told())

@@ -1,104 +1,155 @@
-"""Held-out evaluation: generate on problems that were never trained on, score, take the mean."""
+"""Held-out evaluation: of any model, of one version of a run, and the evaluator that does it beside the training."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ops.recipe import Recipe
+from schemas import Evaluation, UserError
 
-ROUND = 4096  # problems in flight
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The result: mean reward of `count` problems, how many had no verdict, and mean answer length in tokens."""
-
-    reward: float
-    count: int
-    failed: int
-    response_length: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
+if TYPE_CHECKING:
+    from actors.evaluator.actor import Evaluator
+    from actors.evaluator.held_out import HeldOut
+    from bus.port import Bus
+    from ops.host import ProcessSpec
 
 
-async def evaluate(recipe: Recipe, model: Path | str) -> Evaluation:
-    """Score the model at `model` (a folder or hub name) on the recipe's held-out problems.
+def eval_set(recipe: Recipe) -> str:
+    """The name of the evaluation set: `data.eval`, or what stands in for it."""
+    return recipe.data.eval or recipe.data.train
 
-    Samples without a verdict (timeout, error) are counted in `failed` and left out of the mean.
-    """
+
+def held_out(recipe: Recipe, model: str) -> HeldOut:
+    """The recipe's held-out problems for the model at `model`, a folder or hub name. Raises `UserError`."""
     from transformers import AutoConfig
 
-    from actors.reward.pool import RewardPool
-    from actors.reward.verdict import RewardRequest
-    from actors.rollout.engine import Request, Sampling
-    from actors.rollout.threaded import ThreadedEngine
-    from actors.rollout.torch_engine import Decoder
+    from actors.evaluator.held_out import HeldOut, Problem
+    from actors.rollout.engine import Sampling
     from ops.datasets import FileRows, load_dataset
     from ops.text import HfTokenizer
 
-    path = str(model)
-    spec = recipe.data.eval or recipe.data.train
-    data = load_dataset(spec, recipe.base, seed=recipe.seed, shuffle=False, held_out=True)
-    tokenizer = HfTokenizer(path)
-    stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
+    data = load_dataset(eval_set(recipe), recipe.base, seed=recipe.seed, shuffle=False, held_out=True)
+    tokenizer = HfTokenizer(model)
+    # A file ends; asked for more, it would begin again and count its first rows twice.
+    count = min(recipe.evaluation.count, len(data) if isinstance(data, FileRows) else recipe.evaluation.count)
+    problems = []
+    for k in range(count):
+        task = dict(data.row(k))
+        prompt = task.pop("prompt")
+        problems.append(Problem(prompt, tokenizer.encode_prompt(prompt), task))
     sampling = Sampling(
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=0.0 if recipe.evaluation.greedy else recipe.rollout.temperature,
-        stop_token_ids=stop_ids,
+        stop_token_ids=tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(model).eos_token_id),
     )
-    engine = ThreadedEngine(Decoder.from_pretrained(path, recipe.rollout))
+    return HeldOut(eval_set(recipe), problems, sampling, tokenizer.decode)
+
+
+async def evaluate(recipe: Recipe, model: str) -> Evaluation:
+    """Score the model at `model` (a folder or hub name) on the recipe's held-out problems. Raises `UserError`."""
+    from actors.reward.pool import RewardPool
+    from actors.rollout.threaded import ThreadedEngine
+    from actors.rollout.torch_engine import Decoder
+
+    if recipe.evaluation.count == 0:
+        raise UserError("evaluation.count is 0: there is nothing to ask.", "Add evaluation.count=256, or another.")
+    problems = held_out(recipe, model)
+    engine = ThreadedEngine(Decoder.from_pretrained(model, recipe.rollout))
     pool = RewardPool(recipe.reward, recipe.base)
     await engine.start()
-    await pool.start()
     try:
-
-        async def one(k: int) -> tuple[float | None, int]:
-            row = dict(data.row(k))
-            prompt = row.pop("prompt")
-            tokens = tokenizer.encode_prompt(prompt)
-            generation = await engine.generate(Request(f"eval-{k}", tokens, sampling, seed=k))
-            assert generation.finish is not None
-            text = tokenizer.decode(generation.tokens)
-            verdict = await pool.score(
-                RewardRequest(f"eval-{k}", prompt, text, generation.finish, row, generation.tokens)
-            )
-            return verdict.reward, len(generation.tokens)
-
-        # A file ends; asked for more, it would begin again and count its first rows twice.
-        count = min(recipe.evaluation.count, len(data) if isinstance(data, FileRows) else recipe.evaluation.count)
-        results = []
-        for first in range(0, count, ROUND):
-            ks = range(first, min(first + ROUND, count))
-            results.extend(await asyncio.gather(*(one(k) for k in ks)))
+        await pool.start()
+        return await problems.evaluate(engine, pool, engine.version)
     finally:
         await engine.close()
         await pool.close()
-    rewards = [reward for reward, _ in results if reward is not None]
-    return Evaluation(
-        reward=sum(rewards) / len(rewards) if rewards else 0.0,
-        count=len(results),
-        failed=len(results) - len(rewards),
-        response_length=sum(length for _, length in results) / max(1, len(results)),
+
+
+def evaluator(bus: Bus, recipe: Recipe, folder: Path, name: str) -> Evaluator:
+    """The evaluator of the run in `folder`, with an engine that holds version 0. Raises `UserError`."""
+    from actors.evaluator.actor import Evaluator
+    from actors.evaluator.pins import Pins
+    from actors.reward.pool import RewardPool
+    from actors.rollout.threaded import ThreadedEngine
+    from actors.rollout.torch_engine import Decoder
+    from bus.weights import WeightStore
+    from ops.host import initial_model, weights_folder
+
+    path = str(initial_model(folder))
+    return Evaluator(
+        bus,
+        recipe.evaluation,
+        recipe.steps,
+        held_out(recipe, path),
+        ThreadedEngine(Decoder.from_pretrained(path, recipe.rollout, version=0)),
+        RewardPool(recipe.reward, recipe.base),
+        Pins(folder / "pins" / name, WeightStore(weights_folder(folder)).verify),
+        name,
     )
 
 
-def main(recipe_yaml: str, folder: Path, model: str, result: Path) -> None:
-    """`evaluate` as the whole of a process; leaves its result as JSON in the file `result`."""
+@contextlib.asynccontextmanager
+async def _connected(spec: ProcessSpec) -> AsyncIterator[Bus]:
+    from bus.jetstream import JetStreamBus
+
+    bus = JetStreamBus(spec.run, spec.url, spec.name)
+    await bus.connect()
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def evaluate_version(spec: ProcessSpec, version: int) -> None:
+    """Evaluate one version of a run and publish what comes of it, unless the log has it. Raises `UserError`."""
+    from bus.weights import WeightsError
+
+    recipe = Recipe.from_yaml(spec.recipe_yaml)
+    async with _connected(spec) as bus:
+        actor = await asyncio.to_thread(evaluator, bus, recipe, spec.folder, spec.name)
+        try:
+            await actor.once(version)
+        except WeightsError as error:
+            raise UserError(f"Version {version} cannot be evaluated: {error}.", "Continue with --resume.") from None
+
+
+def main(spec: ProcessSpec, version: int) -> None:
+    """`evaluate_version` as the whole of a process."""
     import sys
 
-    from ops.host import EXIT_USER_ERROR, ProcessSpec
-    from schemas import UserError
+    from ops.host import EXIT_USER_ERROR
+    from ops.logging import configure
 
-    spec = ProcessSpec((("rollout", "evaluate"),), "", "", folder, recipe_yaml)
+    configure(spec.folder / "logs" / f"{spec.name}.jsonl", run=spec.run, actor=spec.name)
     try:
-        outcome = asyncio.run(evaluate(Recipe.from_yaml(recipe_yaml), model))
+        asyncio.run(evaluate_version(spec, version))
     except UserError as error:
         spec.leave(error)
         sys.exit(EXIT_USER_ERROR)
-    result.write_text(json.dumps(outcome.to_json()))
+
+
+def told(evaluation: Evaluation) -> dict[str, Any]:
+    """What people and programs ask of an evaluation, as plain data."""
+    return {
+        "reward": evaluation.reward,
+        "parts": evaluation.parts,
+        "count": evaluation.count,
+        "verdicts": {kind: int(count) for kind, count in evaluation.verdicts.items()},
+        "finished": evaluation.finished,
+        "response_length": evaluation.response_length,
+        "greedy": evaluation.greedy,
+        "seconds": evaluation.seconds,
+    }
+
+
+def in_words(evaluation: Evaluation) -> str:
+    """One line: `0.883 (greedy, 256 problems)`, with the problems that have no verdict."""
+    how = "greedy" if evaluation.greedy else "sampled"
+    reward = "none scored" if evaluation.reward is None else f"{evaluation.reward:.3f}"
+    missing = {kind: int(count) for kind, count in evaluation.verdicts.items() if kind != "scored"}
+    without = "".join(f", {count} {kind}" for kind, count in missing.items())
+    return f"{reward} ({how}, {evaluation.count} problems{without})"

@@ -1,4 +1,4 @@
-"""What a launcher hears and tells while a run goes on: steps and batches, beats, and what sends no beats itself."""
+"""What a launcher hears and tells while a run goes on: the log, the beats, and what sends no beats."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import psutil
 
 from actors import clock
 from bus.port import Bus
-from bus.table import BATCHES, BEAT_EVERY_S, STEPS
+from bus.table import BATCHES, BEAT_EVERY_S, EVALUATIONS, STEPS
 from ops.nats_server import NatsServer
 from ops.supervise import Supervisor
 from ops.view import RunView
-from schemas import Batch, MalformedMessage, StepDone
+from schemas import Batch, Evaluation, MalformedMessage, StepDone
 
 
 async def feed_log(bus: Bus, view: RunView) -> None:
-    """Give the view all batches and steps, for ever."""
+    """Give the view all batches, steps and evaluations, for ever."""
 
     async def batches() -> None:
         async for entry in bus.read(BATCHES):
@@ -36,7 +36,14 @@ async def feed_log(bus: Bus, view: RunView) -> None:
                 if isinstance(message, StepDone):
                     view.step_done(message, entry.time_s or time.time())
 
-    await asyncio.gather(batches(), steps())
+    async def evaluations() -> None:
+        async for entry in bus.read(EVALUATIONS):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Evaluation):
+                    view.evaluated(message)
+
+    await asyncio.gather(batches(), steps(), evaluations())
 
 
 async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> None:

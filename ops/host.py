@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import structlog
 
@@ -31,8 +31,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer"]
-ROLES: tuple[Role, ...] = ("controller", "rollout", "reward", "trainer")
+Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer", "evaluator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+KNOW_THEIR_END: tuple[Role, ...] = ("trainer", "evaluator")
 RECONNECT_S = 0.2
 STOP_S = 20.0  # for the other actors of a process to end when one has
 EXIT_DONE = 0
@@ -170,9 +171,10 @@ async def run_actors(bus: Bus, steps: int, actors: Sequence[tuple[Role, str, Act
     over = asyncio.Event()  # the run has ended, or we are to stop
     watcher = asyncio.create_task(_watch_end(bus, steps, over), name="watches for the end")
     stopping = asyncio.create_task(_follow(stop, over), name="watches for the stop")
-    # A trainer knows by itself when it is done; after a crash that is long after the end was announced.
+    # Some know by themselves when they are done; after a crash that is long after the end was announced.
     tasks = [
-        asyncio.create_task(actor.run(stop if role == "trainer" else over), name=name) for role, name, actor in actors
+        asyncio.create_task(actor.run(stop if role in KNOW_THEIR_END else over), name=name)
+        for role, name, actor in actors
     ]
     try:
         while running := [task for task in tasks if not task.done()]:
@@ -232,7 +234,13 @@ class _Lazy:
 
 
 def _actor(role: Role) -> Callable[[Bus, Recipe, ProcessSpec, str], Any]:
-    return {"controller": _controller, "rollout": _rollout, "reward": _reward, "trainer": _trainer}[role]
+    return {
+        "controller": _controller,
+        "rollout": _rollout,
+        "reward": _reward,
+        "trainer": _trainer,
+        "evaluator": _evaluator,
+    }[role]
 
 
 def _controller(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
@@ -268,6 +276,13 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         return RolloutWorker(bus, recipe.rollout, ThreadedEngine(decoder), tokenizer, stop_ids, store, name)
 
     return _Lazy(build)
+
+
+def _evaluator(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    from ops.evaluate import evaluator
+
+    os.nice(recipe.evaluation.nice)  # here, in the main thread: the threads and children to come inherit it
+    return _Lazy(lambda: evaluator(bus, recipe, spec.folder, name))
 
 
 def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:

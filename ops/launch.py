@@ -24,6 +24,7 @@ import structlog
 from bus.jetstream import JetStreamBus
 from bus.port import Bus
 from bus.table import CONTROL, check_run_name
+from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.nats_server import NatsServer
@@ -88,13 +89,14 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
         if interrupts.draining.is_set():
             print(f"stopped before the first step; begin again with: rollstream run RECIPE --resume --dir {folder}")
             return 130
-        await _evaluate(recipe, folder, view, 0, initial_model(folder))
         async with _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server):
+            if not recipe.evaluation.every:
+                await ensure_evaluated(recipe, where, bus, view, 0)
             status = await _lead(recipe, where, bus, server, view, interrupts, plain)
             if status == 0 and recipe.trainer.ranks == 0:
                 await _exported(folder / "model", view.started_s)
-        if status == 0:
-            await _evaluate(recipe, folder, view, recipe.steps, folder / "model")
+            if status == 0:
+                await ensure_evaluated(recipe, where, bus, view, 0, recipe.steps)
     summary = summarise(view, time.time())
     (folder / "summary.json").write_text(summary.to_json())
     plot(summary, folder / "summary.png")
@@ -151,13 +153,18 @@ def _with_ranks(recipe_yaml: str, role: Role, count: int, ranks: int | None) -> 
 
 async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int, name: str | None) -> int:
     recipe = Recipe.from_yaml(recipe_yaml)
+    if role == "evaluator" and not (recipe.evaluation.every and recipe.evaluation.count):
+        raise UserError(
+            f"The run {where.run} evaluates only its first version and its last, and its launcher does that.",
+            "Continue it with --resume and evaluation.every=10, or another number of versions.",
+        )
     if not initial_model(where.folder).exists():
         raise UserError(
             f"This machine does not see the run's folder {where.folder}, where the weights lie.",
             "Mount it here at the same path, or give its place with --run.",
         )
     tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
-    heavy = role in ("rollout", "trainer")
+    heavy = role in ("rollout", "trainer", "evaluator")
     supervisor = Supervisor(lambda text: print(text, flush=True), heavy, recipe.hung_after_s)
     interrupts = _Interrupts()
     side = [
@@ -291,25 +298,6 @@ def _show_new(output: Path, shown: int) -> int:
         sys.stdout.flush()
         return shown + len(new)
     return shown
-
-
-async def _evaluate(recipe: Recipe, folder: Path, view: RunView, step: int, model: Path) -> None:
-    """The held-out score of a model, kept in the run's folder, so that a resumed run need not repeat it."""
-    from ops.evaluate import main
-
-    if recipe.evaluation.count == 0:
-        return
-    result = folder / "evaluations" / f"step-{step:06d}.json"
-    if not result.exists():
-        result.parent.mkdir(exist_ok=True)
-        spec = ProcessSpec((("rollout", "evaluate"),), "", "", folder, recipe.to_yaml())
-        await run_once(main, (recipe.to_yaml(), folder, str(model), result), spec, folder / "logs" / "evaluate.out")
-    outcome = json.loads(result.read_text())
-    view.evaluated(step, outcome["reward"])
-    how = "greedy" if recipe.evaluation.greedy else "sampled"
-    print(
-        f"held-out reward after {step} steps ({how}, {outcome['count']} problems): {outcome['reward']:.3f}", flush=True
-    )
 
 
 async def _exported(model: Path, since_s: float) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import ErrorDetails
 
 from actors.controller.config import ControllerConfig
+from actors.evaluator.config import EvaluationConfig
 from actors.reward.config import RewardConfig
 from actors.rollout.config import RolloutConfig
 from actors.trainer.config import SftConfig, TrainerConfig
@@ -35,13 +36,6 @@ class SftSection(SftConfig):
     """The warm start. `examples` names the function that draws demonstrations."""
 
     examples: str = Field(min_length=1, description="package.module:function or file.py:function")
-
-
-class EvaluationConfig(Config):
-    """Evaluation on problems that are never trained on, before the first step and after the last."""
-
-    count: int = Field(256, ge=0, le=100_000, description="held-out problems; 0 evaluates nothing")
-    greedy: bool = Field(True, description="take the likeliest token; false samples as in training")
 
 
 def _joined(servers: Any) -> Any:

@@ -14,12 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.chart import bar, line_chart
+from ops.evaluate import in_words
 from ops.view import ActorView, RunView, running_mean
 
 NOTES_SHOWN = 3
 CHART_ROWS = (6, 10)  # fewest and most; a low terminal gets a lower chart
 OTHER_LINES = 18  # what the rest of the screen needs
 FACTS_WIDTH = 36
+LEGEND_WIDTH = 78  # of a chart, from which on its legend tells evaluations in numbers
 WIDTH_MAX = 140
 IDLE_WORTH_TELLING = 0.05
 
@@ -55,11 +57,13 @@ class PlainScreen:
     def __init__(self) -> None:
         self._shown = -1
         self._headed = False
+        self._evaluations: set[int] = set()  # versions
 
     def show(self, view: RunView, now_s: float) -> None:
-        """Print the steps that are new."""
+        """Print the steps and evaluations that are new."""
         if not self._headed:
             self._headed = True
+            self._evaluations = set(view.evaluations)  # told already
             self._print(f"run {view.run}: {view.steps} steps of {view.batch_samples} samples, η = {view.max_staleness}")
             self._print(" ".join(name.rjust(width) for name, width in self.COLUMNS))
         series = view.series
@@ -79,6 +83,11 @@ class PlainScreen:
                 _number(view.trained_per_s(), 0), _clock(point.time_s - view.started_s),
             )  # fmt: skip
             self._print(" ".join(cell.rjust(width) for cell, (_, width) in zip(cells, self.COLUMNS, strict=True)))
+        for version, evaluation in view.evaluations.items():
+            if version not in self._evaluations:
+                self._evaluations.add(version)
+                best = "" if view.best is None else f"; best so far: version {view.best.version}"
+                self._print(f"-- held-out reward of version {version}: {in_words(evaluation)}{best}")
 
     def note(self, text: str) -> None:
         """Print it."""
@@ -164,10 +173,19 @@ def _reward_panel(view: RunView, width: int, rows: int) -> Panel:
     points = [(point.step, point.reward) for point in view.series if point.reward is not None]
     smooth = running_mean([reward for _, reward in points])
     lines = line_chart(points, smooth, max(view.steps, 2), width - 4, rows, view.evals)
-    legend = "[green]━[/] 5-step mean  [dim]⠂ step[/]" + ("  [yellow]◆[/] held out" if view.evals else "")
+    legend = "[green]━[/] 5-step mean  [dim]⠂ step[/]" + _held_out(view, width)
     return Panel(
         Group(*lines), title="reward", subtitle=legend, title_align="left", subtitle_align="right", width=width
     )
+
+
+def _held_out(view: RunView, width: int) -> str:
+    """The last evaluation and the best one, as far as there is room for them."""
+    if not view.evals or view.best is None:
+        return ""
+    (version, reward), best = view.evals[-1], view.best
+    told = f"  [yellow]◆[/] held out {reward:.3f} (v{version}), best {best.reward:.3f} (v{best.version})"
+    return told if width >= LEGEND_WIDTH else "  [yellow]◆[/] held out"
 
 
 def _facts_panel(view: RunView, rows: int) -> Panel:

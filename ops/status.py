@@ -14,7 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.port import Bus
-from bus.table import BATCHES, CONSUMERS, CONTROL, DEAD, DROPPED, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.table import (
+    BATCHES,
+    CONSUMERS,
+    CONTROL,
+    DEAD,
+    DROPPED,
+    EVALUATIONS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    STEPS,
+    WEIGHTS,
+)
+from ops.evaluate import eval_set
+from ops.evaluations import read_evaluations
 from ops.folders import find_folder
 from ops.launch import Where, locate
 from ops.recipe import Recipe
@@ -24,13 +38,14 @@ from ops.workers import SCALABLE
 from schemas import Control, StepDone, UserError, WeightVersion
 
 LISTEN_S = 1.5  # beats come once a second
-SHOWN = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, DEAD)
+SHOWN = (PROMPTS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, DEAD)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
     """A run at one moment. `streams` and `queues` map names to their counts; `step` is the newest finished one.
 
+    `evaluations` maps versions to their mean held-out reward.
     `workers` maps a role to how many are `wanted` on the launcher's machine, are `here`, and are `leaving` it.
     """
 
@@ -43,6 +58,7 @@ class Status:
     streams: dict[str, dict[str, int]]
     queues: dict[str, dict[str, int]]
     workers: dict[str, dict[str, int]]
+    evaluations: dict[int, float | None]
     actors: list[dict[str, Any]]
 
     @property
@@ -73,6 +89,7 @@ async def read_status(bus: Bus, listen_s: float = LISTEN_S) -> Status:
     for consumer in CONSUMERS:
         backlog = await bus.backlog(consumer)
         queues[consumer.name] = {"waiting": backlog.pending, "in_work": backlog.ack_pending}
+    evaluations = await read_evaluations(bus, eval_set(recipe)) if recipe else {}
     return Status(
         run=bus.run,
         steps_planned=view.steps,
@@ -83,6 +100,7 @@ async def read_status(bus: Bus, listen_s: float = LISTEN_S) -> Status:
         streams=streams,
         queues=queues,
         workers=_workers(view),
+        evaluations={version: one.reward for version, one in evaluations.items()},
         actors=[
             {
                 "actor": actor.actor, "role": actor.role, "process": actor.process, "state": actor.state,
@@ -184,6 +202,11 @@ def print_status(status: Status, console: Console | None = None) -> None:
     ]
     if told:
         console.print(f"last step: {', '.join(told)}", highlight=False)
+    scored = {version: reward for version, reward in status.evaluations.items() if reward is not None}
+    if scored:
+        newest, best = max(scored), max(scored, key=lambda version: (scored[version], -version))
+        text = f"held-out reward {scored[newest]:.3f} (version {newest}), best {scored[best]:.3f} (version {best})"
+        console.print(text, highlight=False)
     streams = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     streams.add_column("stream")
     for heading in ("messages", "MB", "waiting for a worker", "in work"):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SMOOTH_STEPS = 5
 EDGE_STEPS = 5  # the first and last steps whose mean reward is told
+EVALUATIONS_SHOWN = 5  # in words, the first among them
+EVALUATIONS_MARKED = 20  # in the plot, with marks of full size
 METRICS_KEPT = ("entropy", "grad_norm", "clip_fraction", "mismatch_kl", "lr", "loss")
 
 
@@ -33,7 +35,7 @@ class ActorSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """A run's result. Times in seconds; `evaluations` are (steps done, score).
+    """A run's result. Times in seconds; `evaluations` are (version, mean held-out reward), `best` the best of them.
 
     `dropped` samples ended untrained, by reason. `staleness[i]` trained tokens were i versions old. `generated_per_s`
     and `trained_per_s` run from the first to the last step of this start. `cpu_s` maps the actors that share a process
@@ -50,6 +52,7 @@ class Summary:
     reward_first: float | None
     reward_last: float | None
     evaluations: list[tuple[int, float]]
+    best: tuple[int, float] | None
     staleness: list[int]
     staleness_mean: float
     staleness_max: int
@@ -74,7 +77,8 @@ class Summary:
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["actors"] = [ActorSummary(**actor) for actor in fields["actors"]]
-            fields["evaluations"] = [(int(step), float(score)) for step, score in fields["evaluations"]]
+            fields["evaluations"] = [_scored(pair) for pair in fields["evaluations"]]
+            fields["best"] = None if fields["best"] is None else _scored(fields["best"])
             return cls(**fields)
         except (TypeError, KeyError) as error:
             raise ValueError(f"no summary: {error}") from None
@@ -96,7 +100,8 @@ def summarise(view: RunView, now_s: float) -> Summary:
         seconds=now_s - view.started_s,
         reward_first=_mean(rewards[:EDGE_STEPS]),
         reward_last=_mean(rewards[-EDGE_STEPS:]),
-        evaluations=list(view.evals),
+        evaluations=view.evals,
+        best=None if view.best is None or view.best.reward is None else (view.best.version, view.best.reward),
         staleness=view.staleness,
         staleness_mean=mean_staleness(view.staleness),
         staleness_max=max((point.staleness_max for point in series), default=0),
@@ -114,6 +119,11 @@ def summarise(view: RunView, now_s: float) -> Summary:
         cpu_per_step_s=(session[-1].cpu_s - session[0].cpu_s) / (len(session) - 1) if len(session) > 1 else None,
         series=_series(view, series),
     )
+
+
+def _scored(pair: Any) -> tuple[int, float]:
+    version, reward = pair
+    return int(version), float(reward)
 
 
 def _series(view: RunView, points: list[StepPoint]) -> dict[str, list[float | None]]:
@@ -185,8 +195,14 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ),
     ]
     if summary.evaluations:
-        told = " → ".join(f"{score:.3f} (step {step})" for step, score in summary.evaluations)
-        facts.append(("held-out score", told))
+        shown = summary.evaluations
+        if len(shown) > EVALUATIONS_SHOWN:
+            shown = [shown[0], *shown[1 - EVALUATIONS_SHOWN :]]
+        told = " → ".join(f"{reward:.3f} (version {version})" for version, reward in shown)
+        facts.append(("held-out reward", told))
+    if summary.best is not None and len(summary.evaluations) > 1:
+        version, reward = summary.best
+        facts.append(("best version", f"{version}, held-out reward {reward:.3f}"))
     staleness = f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}, bound {summary.max_staleness}"
     rate = f"{_told(summary.generated_per_s)} tokens/s generated, {_told(summary.trained_per_s)} trained"
     facts += [("staleness", staleness), ("throughput", rate)]
@@ -240,12 +256,17 @@ def _draw_reward(axes: Axes, summary: Summary) -> None:
     axes.plot(steps, rewards, color="tab:green", alpha=0.35, marker=".", lw=0.8, label="mean of the batch's samples")
     axes.plot(steps, running_mean(rewards, SMOOTH_STEPS), color="tab:green", lw=2.2, label=f"{SMOOTH_STEPS}-step mean")
     if summary.evaluations:
-        at = [step for step, _ in summary.evaluations]
-        scores = [score for _, score in summary.evaluations]
-        axes.plot(at, scores, "D", color="tab:orange", ms=7, label="held-out problems")
-        for step, score in summary.evaluations:
-            axes.annotate(f"{score:.3f}", (step, score), xytext=(6, -13), textcoords="offset points", fontsize=9)
-    everything = rewards + [score for _, score in summary.evaluations]
+        versions = [version for version, _ in summary.evaluations]
+        held_out = [reward for _, reward in summary.evaluations]
+        small = len(versions) > EVALUATIONS_MARKED
+        style = {"color": "tab:orange", "marker": "D", "ms": 3 if small else 6, "lw": 1.2}
+        axes.plot(versions, held_out, label="held-out problems", **style)
+        if summary.best is not None and len(versions) > 2:
+            axes.plot(*summary.best, "*", color="tab:red", ms=15, label=f"best: version {summary.best[0]}")
+        named = [*summary.evaluations[:1], *summary.evaluations[1:][-1:], *([summary.best] if summary.best else [])]
+        for version, reward in dict(named).items():
+            axes.annotate(f"{reward:.3f}", (version, reward), xytext=(6, -13), textcoords="offset points", fontsize=9)
+    everything = rewards + [reward for _, reward in summary.evaluations]
     if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(-0.02, 1.04)
     axes.set(title="reward", xlabel="step")

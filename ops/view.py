@@ -1,8 +1,8 @@
 """What a person sees of a run, as a fold over its messages and beats. No bus, no clock, no drawing.
 
-`RunView` takes `StepDone` and `Batch` messages and the beats of actors, in any order, each with the Unix time at which
-it came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other machines, so a missing
-or odd gauge is left out and never raises.
+`RunView` takes `StepDone`, `Batch` and `Evaluation` messages and the beats of actors, in any order, with the Unix time
+at which they came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other machines, so a
+missing or odd gauge is left out and never raises.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas import Batch, StepDone
+from actors.evaluator.best import best_of
+from schemas import Batch, Evaluation, StepDone
 
 SILENT_AFTER_S = 5.0  # beats come every second
 RATE_WINDOW_S = 10.0
-ROLES = ("controller", "rollout", "reward", "trainer", "nats", "launcher")
+ROLES = ("controller", "rollout", "reward", "trainer", "evaluator", "nats", "launcher")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ class RunView:
         self.points: dict[int, StepPoint] = {}
         self.actors: dict[str, ActorView] = {}
         self.processes: dict[str, ProcessView] = {}
-        self.evals: list[tuple[int, float]] = []
+        self._evaluations: dict[str, dict[int, Evaluation]] = {}  # by set, then by version
+        self._eval_set = ""  # of the newest
         self.generated = 0  # tokens, by all workers, restarts included
         self._achieved: dict[int, Achieved] = {}
         self._generation: deque[tuple[float, int]] = deque()
@@ -163,9 +165,10 @@ class RunView:
         if (point := self.points.get(message.step)) is not None:
             self.points[message.step] = dataclasses.replace(point, achieved=achieved)
 
-    def evaluated(self, step: int, score: float) -> None:
-        """Take an evaluation of the weights after `step` steps."""
-        self.evals.append((step, score))
+    def evaluated(self, message: Evaluation) -> None:
+        """Take an evaluation. The first of a version counts."""
+        self._eval_set = message.data
+        self._evaluations.setdefault(message.data, {}).setdefault(message.version, message)
 
     def beat(self, beat: Mapping[str, Any], time_s: float) -> None:
         """Take an actor's beat. Without the actor's name it is nobody's and is left out."""
@@ -216,6 +219,21 @@ class RunView:
             self._generation.popleft()
 
     # ---- looking at it
+
+    @property
+    def evaluations(self) -> dict[int, Evaluation]:
+        """The evaluations by version, in ascending order; after a change of the set, those on the newest set."""
+        return dict(sorted(self._evaluations.get(self._eval_set, {}).items()))
+
+    @property
+    def evals(self) -> list[tuple[int, float]]:
+        """Versions and their held-out rewards, without those of which no problem was scored."""
+        return [(version, one.reward) for version, one in self.evaluations.items() if one.reward is not None]
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the highest reward, of equal ones the first; None if there is none with a reward."""
+        return best_of(self.evaluations.values())
 
     @property
     def series(self) -> list[StepPoint]:

@@ -58,6 +58,8 @@ def specs(recipe: Recipe, where: Where, workers: Mapping[Role, int] | None = Non
         processes = [(light[0],)]
         alone.extend(("reward", f"reward-{i}") for i in range(wanted["reward"]))
     alone.extend(("rollout", f"rollout-{i}") for i in range(wanted["rollout"]))
+    if recipe.evaluation.every and recipe.evaluation.count:
+        alone.extend(("evaluator", f"evaluator-{i}") for i in range(recipe.evaluation.workers))
     text = recipe.to_yaml()
     return [
         ProcessSpec(actors, where.run, where.url, where.folder, text)

@@ -12,6 +12,7 @@ from rich.console import Console
 from ops.summary import Summary, plot, print_summary, summarise
 from ops.view import RunView
 from schemas import StepDone
+from tests.ops.sound_log import evaluation
 
 START_S = 1000.0
 STEPS = 12
@@ -20,7 +21,7 @@ STEPS = 12
 def finished() -> RunView:
     """12 steps, one every 2 s, 100 tokens each; 150 generated and 3 CPU seconds a step."""
     view = RunView("a-run", STEPS, max_staleness=4, batch_samples=8, started_s=START_S)
-    view.evaluated(0, 0.25)
+    view.evaluated(evaluation(0, 0.25))
     for step in range(STEPS):
         now_s = START_S + 2 * step + 2
         process = {"process": "host:1", "cpu_s": 5.0 + 3.0 * step}
@@ -28,7 +29,7 @@ def finished() -> RunView:
         view.beat(rollout | process | {"idle_why": "prompts"}, now_s)
         metrics = {"reward_mean": step / STEPS, "entropy": 1.0}
         view.step_done(StepDone(step=step, version=step + 1, metrics=metrics, staleness=np.array([75, 0, 25])), now_s)
-    view.evaluated(STEPS, 1.0)
+    view.evaluated(evaluation(STEPS, 1.0))
     return view
 
 
@@ -88,7 +89,8 @@ def test_the_printed_summary_names_what_a_person_looks_for() -> None:
     text = console.export_text()
     for part in (
         "12 of 12 steps",
-        "0.250 (step 0) → 1.000 (step 12)",
+        "0.250 (version 0) → 1.000 (version 12)",
+        "12, held-out reward 1.000",
         "75 tokens/s generated, 50 trained",
         "mean 0.50, max 2",
     ):

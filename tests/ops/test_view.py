@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import numpy as np
@@ -12,6 +13,7 @@ from ops.chart import bar, line_chart
 from ops.screen import PlainScreen, draw
 from ops.view import RunView, mean_staleness, running_mean
 from schemas import Batch, StepDone
+from tests.ops.sound_log import evaluation
 
 START_S = 1000.0
 
@@ -189,7 +191,7 @@ def test_the_pace_is_that_of_this_start_only() -> None:
 def test_the_screen_fits_the_terminal_and_shows_every_part(width: int, height: int, steps_done: int) -> None:
     """Drawn at sizes that people have, before the first step, at it, and at the end."""
     view = view_of()
-    view.evaluated(0, 0.3)
+    view.evaluated(evaluation(0, 0.3))
     for step in range(steps_done):
         view.batch(batch(step, [0.1 * step, 0.1 * step]))
         view.step_done(step_done(step), START_S + step)
@@ -238,3 +240,28 @@ def test_a_pipe_gets_a_header_and_each_step_once(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "step", "1/10", "--", "2/10"]
     assert lines[2].split()[1] == "0.250"
+
+
+def test_the_last_evaluation_and_the_best_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the screen and in a log of lines; of equal rewards the earlier version is the best, as for checkpoints."""
+    view, screen = view_of(), PlainScreen()
+    screen.show(view, START_S)
+    for version, reward in ((0, 0.25), (4, 0.75), (2, 0.75), (6, 0.5)):
+        view.evaluated(evaluation(version, reward))
+    view.evaluated(evaluation(6, 0.9))  # a second one of a version says nothing
+    assert view.evals == [(0, 0.25), (2, 0.75), (4, 0.75), (6, 0.5)]
+    assert view.best == evaluation(2, 0.75)
+    assert "held out 0.500 (v6), best 0.750 (v2)" in text_of(view, START_S, 120, 40)
+    screen.show(view, START_S)
+    screen.show(view, START_S)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
+    assert len(lines) == 4
+    assert lines[-1] == "-- held-out reward of version 6: 0.500 (greedy, 2 problems); best so far: version 2"
+
+
+def test_after_a_change_of_the_evaluation_set_only_the_new_one_is_compared() -> None:
+    """Rewards on other problems say nothing about which version is better."""
+    view = view_of()
+    view.evaluated(evaluation(0, 0.9))
+    view.evaluated(dataclasses.replace(evaluation(4, 0.5), data="another"))
+    assert view.evals == [(4, 0.5)]
