@@ -42,12 +42,23 @@ class MicroBatch:
 
     input_ids: Tensor  # int64 [R, L], 0 where padded
     position_ids: Tensor | None  # int64 [R, L], from 0 in each sequence; None: one sequence a row
-    attention_mask: Tensor | None  # bool [R, 1, L, L], True = attend; None: one sequence a row, plain causal
+    block: Tensor | None  # int32 [R, L], the sequence of each position, −1 where padded; None: one sequence a row
     predictors: Tensor  # int64 [n], in 0..R·L: where each scored token is predicted
     targets: Tensor  # int64 [n], the scored tokens
     ends: Tensor  # int64 [S], in 0..R·L: the last position of each of `sequences`
     sequence: Tensor  # int64 [n], each scored token's place in `sequences`
     sequences: tuple[int, ...]  # indices into the caller's sequences
+
+    def attention_mask(self) -> Tensor | None:
+        """bool [R, 1, L, L], True = attend; None: one sequence a row, plain causal.
+
+        Made when it is asked for: it grows with the square of a row, and a step holds all its micro-batches at once.
+        """
+        if self.block is None:
+            return None
+        length = self.block.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.block.device).tril()
+        return ((self.block[:, :, None] == self.block[:, None, :]) & causal)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ def collate(
     R, L = len(rows), max(row.tokens for row in rows)
     input_ids = np.zeros((R, L), dtype=np.int64)
     position_ids = np.zeros((R, L), dtype=np.int64)
-    block = np.full((R, L), -1, dtype=np.int64)  # padding attends to padding only, which keeps its softmax finite
+    block = np.full((R, L), -1, dtype=np.int32)  # padding attends to padding only, which keeps its softmax finite
     predictors, targets, ends, counts, order = [], [], [], [], []
     for r, row in enumerate(rows):
         start = 0
@@ -92,15 +103,10 @@ def collate(
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.asarray(array, dtype=np.int64)).to(device)
 
-    mask = None
-    if shared:
-        blocks = tensor(block)
-        causal = torch.ones(L, L, dtype=torch.bool, device=device).tril()
-        mask = ((blocks[:, :, None] == blocks[:, None, :]) & causal)[:, None]
     return MicroBatch(
         input_ids=tensor(input_ids),
         position_ids=tensor(position_ids) if shared else None,
-        attention_mask=mask,
+        block=torch.from_numpy(block).to(device) if shared else None,
         predictors=tensor(np.concatenate(predictors)),
         targets=tensor(np.concatenate(targets)),
         ends=tensor(np.array(ends)),
@@ -177,8 +183,9 @@ def _packs(model: PreTrainedModel) -> bool:
 def model_inputs(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     """The keyword arguments of a forward pass of `model`, or of its body."""
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    if batch.attention_mask is not None:
-        arguments["attention_mask"] = _as_the_model_takes_it(model, batch.attention_mask)
+    mask = batch.attention_mask()
+    if mask is not None:
+        arguments["attention_mask"] = _as_the_model_takes_it(model, mask)
         arguments["position_ids"] = batch.position_ids
     return arguments
 
