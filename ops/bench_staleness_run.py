@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from ops.recipe import Recipe
 
 HELD_OUT_EVERY = 10  # steps
@@ -59,7 +61,8 @@ def train(recipe: Recipe, model: Path, staleness: int) -> Course:
         for done, trained in enumerate(reference.train(recipe, model, store, staleness)):
             if trained.metrics:
                 series["reward"].append(trained.metrics["reward_mean"])
-                series["staleness"].append(trained.staleness)
+                ages = [done - 1 - sample.versions for sample in trained.samples if sample.versions is not None]
+                series["staleness"].append(float(np.concatenate(ages).mean()))
                 for name in METRICS:
                     series[name].append(trained.metrics[name])
             if recipe.evaluation.count and (done % HELD_OUT_EVERY == 0 or done == recipe.steps):

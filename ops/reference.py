@@ -14,7 +14,7 @@ the last bits of some logprobs, and after the first step in those of the weights
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
     """What one step came to: the weights after it, the learner's metrics, how many tokens were generated for it, and
-    how old they were on average, in versions.
+    the samples that it was trained on.
 
-    Version 0 comes first, with no metrics and no tokens: `Trained(WeightFile(0, ...), {}, 0, 0.0)`.
+    Version 0 comes first, with nothing of them: `Trained(WeightFile(0, ...), {}, 0, ())`.
     """
 
     weights: WeightFile
     metrics: Mapping[str, float]
     tokens: int
-    staleness: float
+    samples: Sequence[TrainSample]
 
 
 def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0) -> Iterator[Trained]:
@@ -78,16 +78,14 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
             decoder.load(due.version, store.resolve(due.path))
         return files[-1]
 
-    yield Trained(published(0), {}, 0, 0.0)
+    yield Trained(published(0), {}, 0, ())
     for step in range(recipe.steps):
         torch.set_num_threads(recipe.rollout.threads)
         before = decoder.tokens_generated
         samples = sampler.batch()
         torch.set_num_threads(recipe.trainer.threads)
         metrics = learner.step(step, samples)
-        tokens = decoder.tokens_generated - before
-        ages = [step - sample.versions for sample in samples if sample.versions is not None]
-        yield Trained(published(step + 1), metrics, tokens, float(np.concatenate(ages).mean()))
+        yield Trained(published(step + 1), metrics, decoder.tokens_generated - before, samples)
 
 
 class Sampler:
