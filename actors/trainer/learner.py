@@ -76,7 +76,9 @@ class Learner:
             detach(model)
         self._lora = None if config.lora is None else attach(model, config.lora, config.seed)
         self._reference = None
-        self._base_is_reference = self._lora is not None and config.reference == INITIAL
+        # Of weights in shards each forward is an act of all ranks, which ask the reference each on its own.
+        in_shards = config.backend == "deepspeed" and config.zero.stage == 3
+        self._base_is_reference = self._lora is not None and config.reference == INITIAL and not in_shards
         if config.reference is not None and not self._base_is_reference:
             self._reference = load_reference(config.reference, model, base, initial)
         self._critic = None if config.critic is None else Critic(model, config, config.critic, self.ranks)

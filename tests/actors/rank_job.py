@@ -69,7 +69,7 @@ if __name__ == "__main__":
         losses = train(learner, saved=folder / "checkpoints")
         loaded = checkpoint.load_newest(folder / "checkpoints")
         assert loaded is not None
-        resumed = Learner(qwen3(seed=99), config, ranks=ranks)
+        resumed = Learner(qwen3(seed=99 if config.lora is None else 0), config, ranks=ranks)  # a base is not saved
         resumed.load_state_dict(loaded[1])
         told = {
             "losses": losses,

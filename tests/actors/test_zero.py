@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from actors.trainer import checkpoint
+from actors.trainer.config import LoraConfig
 from actors.trainer.learner import Learner
 from tests.actors.rank_job import CONFIG, SAVED_AT, run_job, train
 from tests.actors.tiny_models import qwen3
@@ -28,6 +29,10 @@ EXACT: dict[str, dict[str, object]] = {
         "gradient_checkpointing": True,
     },
 }
+ADAPTERS: dict[str, dict[str, object]] = {
+    "ZeRO-2, adapters": {"zero": {"stage": 2}, "lora": {"rank": 4}},
+    "ZeRO-3, adapters": {"zero": {"stage": 3, "settings": SHARD_ALL}, "lora": {"rank": 4}, "reference": "initial"},
+}
 BFLOAT16: dict[str, object] = {"zero": {"stage": 2, "bfloat16": True}}
 Alone = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -43,7 +48,7 @@ def alone() -> Alone:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What two ranks have left, by the setting; one job trains all of them, since it takes seconds to start."""
     folder = tmp_path_factory.mktemp("zero")
-    settings = {**EXACT, "bfloat16": BFLOAT16}
+    settings = {**EXACT, **ADAPTERS, "bfloat16": BFLOAT16}
     run_job(folder, *(json.dumps({"backend": "deepspeed", **changes}) for changes in settings.values()))
     return {name: folder / str(place) for place, name in enumerate(settings)}
 
@@ -79,6 +84,25 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_torch(setting: str, jobs:
     learner.load_state_dict(loaded[1])
     assert train(learner, first=SAVED_AT) == pytest.approx(alone[0][SAVED_AT:], abs=1e-5)
     equal(learner.model.state_dict(), alone[1])
+
+
+@pytest.mark.parametrize("setting", ADAPTERS)
+def test_adapters_over_a_base_in_shards_are_those_of_one_rank(setting: str, jobs: dict[str, Path]) -> None:
+    """Only what is trained is gathered for a version and saved; a checkpoint resumes on one rank with torch."""
+    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
+    learner = Learner(qwen3(), config)
+    losses = train(learner)
+    told = torch.load(jobs[setting] / "rank0.pt")
+    equal(told["weights"], learner.weights(torch.float32))
+    assert told["losses"] == pytest.approx(losses, abs=1e-5)
+    assert told["resumed_losses"] == pytest.approx(losses[SAVED_AT:], abs=1e-5)
+    equal(told["resumed_weights"], learner.weights(torch.float32))
+    loaded = checkpoint.load_newest(jobs[setting] / "checkpoints")
+    assert loaded is not None
+    assert loaded[1]["model"].keys() == learner.state_dict()["model"].keys()
+    resumed = Learner(qwen3(), config)
+    resumed.load_state_dict(loaded[1])
+    assert train(resumed, first=SAVED_AT) == pytest.approx(losses[SAVED_AT:], abs=1e-5)
 
 
 def test_bfloat16_trains_in_the_same_direction_and_keeps_float32_masters(jobs: dict[str, Path], alone: Alone) -> None:
