@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from ops.commands.bench import bench
+from ops.commands.metrics import metrics
 from ops.commands.options import (
     AsJson,
     BenchDir,
@@ -182,6 +183,7 @@ def audit(
 app.add_typer(replay, name="replay")
 app.command()(trace)
 app.command()(diff)
+app.command()(metrics)
 
 
 @app.command("eval")

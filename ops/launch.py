@@ -27,6 +27,8 @@ from bus.table import CONTROL, check_run_name
 from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
+from ops.metrics.feed import written_beside
+from ops.metrics.tensorboard import need_tensorboard
 from ops.nats_server import NatsServer
 from ops.recipe import Recipe
 from ops.screen import Screen, open_screen
@@ -89,7 +91,10 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
         if interrupts.draining.is_set():
             print(f"stopped before the first step; begin again with: rollstream run RECIPE --resume --dir {folder}")
             return 130
-        async with _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server):
+        async with (
+            _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server),
+            written_beside(bus, recipe.metrics, folder, recipe.to_log()),
+        ):
             if not recipe.evaluation.every:
                 await ensure_evaluated(recipe, where, bus, view, 0)
             status = await _lead(recipe, where, bus, server, view, interrupts, plain)
@@ -245,6 +250,8 @@ async def _check(recipe: Recipe, folder: Path, url: str | None) -> None:
             f"bus.replicas is {recipe.bus.replicas}, but the private server is a single one.",
             "Name the servers of a cluster in bus.url or --nats, or leave bus.replicas at 1.",
         )
+    if recipe.metrics.tensorboard:
+        need_tensorboard()
     bus = JetStreamBus(folder.name, url, "launcher") if url is not None else None
     try:
         if bus is not None:

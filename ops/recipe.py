@@ -22,6 +22,7 @@ from actors.rollout.config import RolloutConfig
 from actors.trainer.config import SftConfig, TrainerConfig
 from actors.trainer.presets import CONTROLLER, chosen_anew
 from ops.datasets import DataConfig
+from ops.metrics.config import MetricsConfig
 from ops.models import ModelConfig
 from schemas import Config, UserError
 
@@ -68,6 +69,7 @@ class Recipe(Config):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
     bus: BusConfig = BusConfig()
     processes: Literal["shared", "separate"] = "shared"
     hung_after_s: float = Field(20.0, ge=0, le=3600)

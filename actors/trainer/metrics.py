@@ -18,7 +18,7 @@ from actors.trainer.credit import Credit
 from actors.trainer.samples import TrainSample
 
 Unit = Literal["", "tokens", "samples", "groups", "steps", "versions", "nats", "s", "CPU s", "tokens/s", "Unix s"]
-When = Literal["", "critic", "reference", "comparable", "filtered", "token rewards", "user"]
+When = Literal["", "with a critic", "with a reference", "if engine_tokens is not 0"]
 
 
 def of_samples(samples: Sequence[TrainSample], credit: Credit, useful: npt.NDArray[np.bool_]) -> dict[str, float]:
@@ -121,103 +121,116 @@ class Metric:
 
 _TOKENS = "tokens with a gradient"
 _SAMPLES = "samples of the batch"
-METRICS: tuple[Metric, ...] = (
-    # Rewards
-    Metric("reward", "", "mean reward", "all samples that ended since the batch before, those of filtered groups too"),
-    Metric("reward_mean", "", "mean reward, as the function gave it", _SAMPLES),
-    Metric("reward_std", "", "standard deviation, over n", _SAMPLES),
-    Metric("reward_min", "", "least", _SAMPLES),
-    Metric("reward_max", "", "largest", _SAMPLES),
-    Metric("zero_variance_groups", "groups", "groups whose shaped rewards are all equal", "groups of the batch"),
-    Metric("seen/", "", "the controller's account: samples, reward, response_length, response_length_max, "
-           "zero_variance_groups, dropped/REASON", "all samples that ended since the batch before"),
-    # Advantages
-    Metric("advantage_mean", "", "mean of the means of each sample's tokens", _SAMPLES),
-    Metric("advantage_std", "", "standard deviation of the same, over n", _SAMPLES),
-    Metric("advantage_abs", "", "mean of the absolute values of the same", _SAMPLES),
-    Metric("advantage_min", "", "least", "trained tokens"),
-    Metric("advantage_max", "", "largest", "trained tokens"),
-    # Samples and lengths
-    Metric("samples", "samples", "count", _SAMPLES + ", with at least one response token"),
-    Metric("samples_with_gradient", "samples", "of these, what goes through the model: some advantage is not 0, or "
-           "there is a critic, a KL or an entropy term", _SAMPLES),
-    Metric("response_length_mean", "tokens", "mean", _SAMPLES),
-    Metric("response_length_min", "tokens", "least", _SAMPLES),
-    Metric("response_length_p95", "tokens", "the smallest length that 95 % do not exceed", _SAMPLES),
-    Metric("response_length_max", "tokens", "largest", _SAMPLES),
-    Metric("prompt_length_mean", "tokens", "mean", _SAMPLES),
-    Metric("prompt_length_max", "tokens", "largest", _SAMPLES),
-    Metric("finished_fraction", "", "share that ended by itself and was not cut at max_new_tokens", _SAMPLES),
-    Metric("response_tokens", "tokens", "count", "response tokens of the batch, trained or not"),
-    Metric("tokens_trained", "tokens", "count", "response tokens in the loss's N: young enough, and a policy's own"),
-    Metric("tokens_with_gradient", "tokens", "count", "trained tokens of the samples with a gradient"),
-    Metric("tokens_packed", "tokens", "prompts and responses that went through the model", "samples with a gradient"),
-    Metric("padding_fraction", "", "share of the rows that is padding", "packed rows"),
-    # Staleness
-    Metric("staleness_min", "versions", "least of step − version(token)", "trained tokens"),
-    Metric("staleness_mean", "versions", "mean of the same", "trained tokens"),
-    Metric("staleness_max", "versions", "largest of the same; at most max_staleness", "trained tokens"),
-    Metric("stale_masked_tokens", "tokens", "too old for the step, and masked", "response tokens"),
-    # The policy
-    Metric("loss", "", "mean over the optimizer steps of Σ loss / N", _TOKENS),
-    Metric("entropy", "nats", "mean of H of the sampled-from distribution", _TOKENS),
-    Metric("ratio_mean", "", "mean of the loss's ratio, such as exp(θ − prox)", _TOKENS),
-    Metric("clip_fraction", "", "share for which the clipped branch of the loss was taken", _TOKENS),
-    Metric("dual_clip_fraction", "", "the same of dual_clip", _TOKENS),
-    Metric("prox_kl", "nats", "k3 of KL(anchor ‖ θ); the anchor is prox, or behav with a coupled loss", _TOKENS),
-    Metric("reference_kl", "nats", "k3 of KL(θ ‖ reference)", _TOKENS, "reference"),
-    # Off-policy
-    Metric("behaviour_weight_mean", "", "mean of w, bounded; 0 where masked, 1 with a coupled loss", _TOKENS),
-    Metric("behaviour_weight_max", "", "largest w, bounded", _TOKENS),
-    Metric("behaviour_ratio_max", "", "largest exp(prox − behav), before any bound", _TOKENS),
-    Metric("ess", "", "effective sample size (Σw)² / (n·Σw²), a share; with a coupled loss w is its ratio", _TOKENS),
-    Metric("masked_fraction", "", "share that a correction, M2PO or OPSM masked or clamped", _TOKENS),
-    Metric("mismatch_kl", "nats", "k3 of KL(behav ‖ prox): staleness and the engine's arithmetic together; with a "
-           "coupled loss θ stands for prox", _TOKENS),
-    Metric("engine_tokens", "tokens", "count", "tokens with a gradient that the engine made with the very weights that "
-           "the step began with, where the trainer has logprobs under these: in all mini-batches if it computes prox, "
-           "in the first else"),
-    Metric("engine_mismatch_k1", "nats", "mean of behav − trainer: k1 of KL(engine ‖ trainer)", "engine_tokens",
-           "comparable"),
-    Metric("engine_mismatch_k3", "nats", "mean of k3 of the same", "engine_tokens", "comparable"),
-    Metric("engine_mismatch_max", "nats", "largest |behav − trainer|", "engine_tokens", "comparable"),
-    # The optimizer
-    Metric("lr", "", "learning rate of the step's optimizer steps", ""),
-    Metric("grad_norm", "", "mean global norm before clipping", "optimizer steps that were finite"),
-    Metric("optimizer_steps", "steps", "taken", "mini-batches with a gradient"),
-    Metric("skipped_steps", "steps", "not taken: the gradient was not finite", "mini-batches with a gradient"),
-    # The critic
-    Metric("value_loss", "", "mean", _TOKENS, "critic"),
-    Metric("value_clip_fraction", "", "share for which the clipped branch was taken", _TOKENS, "critic"),
-    Metric("explained_variance", "", "1 − Var(return − V) / Var(return), of V before the step", "trained tokens",
-           "critic"),
-    Metric("critic_lr", "", "learning rate", "", "critic"),
-    Metric("critic_grad_norm", "", "as grad_norm", "", "critic"),
-    Metric("critic_optimizer_steps", "steps", "as optimizer_steps", "", "critic"),
-    Metric("critic_skipped_steps", "steps", "as skipped_steps", "", "critic"),
-    # Time
-    Metric("seconds", "s", "from the end of the step before, and of its checkpoint, until the new weights are "
-           "published", "rank 0"),
-    Metric("seconds_waiting", "s", "of these, with nothing to do", "rank 0"),
-    Metric("seconds_waiting_generation", "s", "until the batch's last rollout was stored", "rank 0"),
-    Metric("seconds_waiting_reward", "s", "from then until the batch's last verdict was stored", "rank 0"),
-    Metric("seconds_waiting_controller", "s", "from then until the batch came", "rank 0"),
-    Metric("seconds_waiting_loading", "s", "from then until its samples were fetched", "rank 0"),
-    Metric("seconds_waiting_ranks", "s", "for the other ranks to have the batch", "rank 0"),
-    Metric("idle_fraction", "", "seconds_waiting / seconds", "rank 0"),
-    Metric("seconds_loading", "s", "fetching samples; beside the step before unless it is waited for", "rank 0"),
-    Metric("seconds_training", "s", "the learner's step: the four below", "rank 0"),
-    Metric("seconds_plan", "s", "reference, critic, credit, packing", "rank 0"),
-    Metric("seconds_prox", "s", "forward of the weights before the step", "rank 0"),
-    Metric("seconds_forward", "s", "forward and backward", "rank 0"),
-    Metric("seconds_optimizer", "s", "sum of gradients over ranks, clipping, AdamW", "rank 0"),
-    Metric("seconds_publishing", "s", "writing and announcing the new weights", "rank 0"),
-    Metric("seconds_checkpoint", "s", "the checkpoint written before this step, 0 if none was", "rank 0"),
-    Metric("tokens_per_s", "tokens/s", "tokens_trained / seconds", "all ranks"),
-    Metric("cpu_seconds", "CPU s", "of the process from the batch until the weights are published, with what loads and "
-           "saves meanwhile", "rank 0"),
-    Metric("time", "Unix s", "when the step was done", "rank 0"),
-)  # fmt: skip
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "Rewards": (
+        Metric("reward", "", "mean reward", "samples that ended since the last batch, filtered ones too"),
+        Metric("reward_mean", "", "mean reward, as the function gave it", _SAMPLES),
+        Metric("reward_std", "", "standard deviation, over n", _SAMPLES),
+        Metric("reward_min", "", "least", _SAMPLES),
+        Metric("reward_max", "", "largest", _SAMPLES),
+        Metric("zero_variance_groups", "groups", "groups whose shaped rewards are all equal", "groups of the batch"),
+        Metric("seen/", "", "the controller's account: samples, reward, response_length, response_length_max, "
+               "zero_variance_groups, dropped/REASON", "samples that ended since the last batch, filtered ones too"),
+    ),
+    "Advantages": (
+        Metric("advantage_mean", "", "mean of the means of each sample's tokens", _SAMPLES),
+        Metric("advantage_std", "", "standard deviation of the same, over n", _SAMPLES),
+        Metric("advantage_abs", "", "mean of the absolute values of the same", _SAMPLES),
+        Metric("advantage_min", "", "least", "trained tokens"),
+        Metric("advantage_max", "", "largest", "trained tokens"),
+    ),
+    "Samples and lengths": (
+        Metric("samples", "samples", "count", _SAMPLES + ", with at least one response token"),
+        Metric("samples_with_gradient", "samples", "of these, what goes through the model: some advantage is not 0, or "
+               "there is a critic, a KL or an entropy term", _SAMPLES),
+        Metric("response_length_mean", "tokens", "mean", _SAMPLES),
+        Metric("response_length_min", "tokens", "least", _SAMPLES),
+        Metric("response_length_p95", "tokens", "the smallest length that 95 % do not exceed", _SAMPLES),
+        Metric("response_length_max", "tokens", "largest", _SAMPLES),
+        Metric("prompt_length_mean", "tokens", "mean", _SAMPLES),
+        Metric("prompt_length_max", "tokens", "largest", _SAMPLES),
+        Metric("finished_fraction", "", "share that ended by itself and was not cut at max_new_tokens", _SAMPLES),
+        Metric("response_tokens", "tokens", "count", "response tokens of the batch, trained or not"),
+        Metric("tokens_trained", "tokens", "count", "response tokens in N: young enough, and a policy's own"),
+        Metric("tokens_with_gradient", "tokens", "count", "trained tokens of the samples with a gradient"),
+        Metric("tokens_packed", "tokens", "those that went through the model", "samples with a gradient"),
+        Metric("padding_fraction", "", "share of the rows that is padding", "packed rows"),
+    ),
+    "Staleness": (
+        Metric("staleness_min", "versions", "least of step − version(token)", "trained tokens"),
+        Metric("staleness_mean", "versions", "mean of the same", "trained tokens"),
+        Metric("staleness_max", "versions", "largest of the same; at most max_staleness", "trained tokens"),
+        Metric("stale_masked_tokens", "tokens", "too old for the step, and masked", "response tokens"),
+    ),
+    "The policy": (
+        Metric("loss", "", "mean over the optimizer steps of Σ loss / N", _TOKENS),
+        Metric("entropy", "nats", "mean of H of the sampled-from distribution", _TOKENS),
+        Metric("ratio_mean", "", "mean of the loss's ratio, such as exp(θ − prox)", _TOKENS),
+        Metric("clip_fraction", "", "share for which the clipped branch of the loss was taken", _TOKENS),
+        Metric("dual_clip_fraction", "", "the same of dual_clip", _TOKENS),
+        Metric("prox_kl", "nats", "k3 of KL(anchor ‖ θ); the anchor is prox, or behav with a coupled loss", _TOKENS),
+        Metric("reference_kl", "nats", "k3 of KL(θ ‖ reference)", _TOKENS, "with a reference"),
+    ),
+    "Off-policy": (
+        Metric("behaviour_weight_mean", "", "mean of w, bounded; 0 where masked, 1 with a coupled loss", _TOKENS),
+        Metric("behaviour_weight_max", "", "largest w, bounded", _TOKENS),
+        Metric("behaviour_ratio_max", "", "largest exp(prox − behav), before any bound", _TOKENS),
+        Metric("ess", "", "effective sample size (Σw)² / (n·Σw²), a share; of a coupled loss, of its ratio", _TOKENS),
+        Metric("masked_fraction", "", "share that a correction, M2PO or OPSM masked or clamped", _TOKENS),
+        Metric("mismatch_kl", "nats", "k3 of KL(behav ‖ prox): staleness and the engine's arithmetic together; with a "
+               "coupled loss θ stands for prox", _TOKENS),
+        Metric("engine_tokens", "tokens", "count", "tokens with a gradient that the engine made with the very weights "
+               "that the step began with, where the trainer has logprobs under these: in all mini-batches if prox is "
+               "computed, in the first else"),
+        Metric("engine_mismatch_k1", "nats", "mean of behav − trainer: k1 of KL(engine ‖ trainer)", "engine_tokens",
+               "if engine_tokens is not 0"),
+        Metric("engine_mismatch_k3", "nats", "mean of k3 of the same", "engine_tokens", "if engine_tokens is not 0"),
+        Metric("engine_mismatch_max", "nats", "largest |behav − trainer|", "engine_tokens",
+               "if engine_tokens is not 0"),
+    ),
+    "The optimizer": (
+        Metric("lr", "", "learning rate of the step's optimizer steps", ""),
+        Metric("grad_norm", "", "mean global norm before clipping", "optimizer steps that were finite"),
+        Metric("optimizer_steps", "steps", "taken", "mini-batches with a gradient"),
+        Metric("skipped_steps", "steps", "not taken: the gradient was not finite", "mini-batches with a gradient"),
+    ),
+    "The critic": (
+        Metric("value_loss", "", "mean", _TOKENS, "with a critic"),
+        Metric("value_clip_fraction", "", "share for which the clipped branch was taken", _TOKENS, "with a critic"),
+        Metric("explained_variance", "", "1 − Var(return − V) / Var(return), of V before the step", "trained tokens",
+               "with a critic"),
+        Metric("critic_lr", "", "learning rate", "", "with a critic"),
+        Metric("critic_grad_norm", "", "as grad_norm", "", "with a critic"),
+        Metric("critic_optimizer_steps", "steps", "as optimizer_steps", "", "with a critic"),
+        Metric("critic_skipped_steps", "steps", "as skipped_steps", "", "with a critic"),
+    ),
+    "Time": (
+        Metric("seconds", "s", "from the end of the step before, and of its checkpoint, until the new weights are "
+               "published", "rank 0"),
+        Metric("seconds_waiting", "s", "of these, with nothing to do", "rank 0"),
+        Metric("seconds_waiting_generation", "s", "until the batch's last rollout was stored", "rank 0"),
+        Metric("seconds_waiting_reward", "s", "from then until the batch's last verdict was stored", "rank 0"),
+        Metric("seconds_waiting_controller", "s", "from then until the batch came", "rank 0"),
+        Metric("seconds_waiting_loading", "s", "from then until its samples were fetched", "rank 0"),
+        Metric("seconds_waiting_ranks", "s", "for the other ranks to have the batch", "rank 0"),
+        Metric("idle_fraction", "", "seconds_waiting / seconds", "rank 0"),
+        Metric("seconds_loading", "s", "fetching samples; beside the step before unless it is waited for", "rank 0"),
+        Metric("seconds_training", "s", "the learner's step: the four below", "rank 0"),
+        Metric("seconds_plan", "s", "reference, critic, credit, packing", "rank 0"),
+        Metric("seconds_prox", "s", "forward of the weights before the step", "rank 0"),
+        Metric("seconds_forward", "s", "forward and backward", "rank 0"),
+        Metric("seconds_optimizer", "s", "sum of gradients over ranks, clipping, AdamW", "rank 0"),
+        Metric("seconds_publishing", "s", "waiting until the weights before are announced, and copying the new ones",
+               "rank 0"),
+        Metric("seconds_announcing", "s", "encoding, writing and announcing the new weights, beside the next step",
+               "rank 0"),
+        Metric("seconds_checkpoint", "s", "the checkpoint written before this step, 0 if none was", "rank 0"),
+        Metric("tokens_per_s", "tokens/s", "tokens_trained / seconds", "all ranks"),
+        Metric("cpu_seconds", "CPU s", "of the process, from the batch until the weights are published", "rank 0"),
+        Metric("time", "Unix s", "when the step was done", "rank 0"),
+    ),
+}  # fmt: skip
+METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS.values() for metric in group)
 
 
 def described(name: str) -> Metric | None:
@@ -226,3 +239,16 @@ def described(name: str) -> Metric | None:
         if name == metric.name or (metric.name.endswith("/") and name.startswith(metric.name)):
             return metric
     return None
+
+
+def as_markdown() -> str:
+    """All metrics as tables, for `docs/metrics.md`."""
+    out = []
+    for group, metrics in GROUPS.items():
+        out += [f"## {group}", "", "| name | unit | what | over |", "|---|---|---|---|"]
+        for metric in metrics:
+            what = f"{metric.what}; {metric.when}" if metric.when else metric.what
+            cells = (f"`{metric.name}`" + ("…" if metric.name.endswith("/") else ""), metric.unit, what, metric.over)
+            out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        out.append("")
+    return "\n".join(out)
