@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,17 @@ class VllmEngine:
     When vLLM's core dies, every pending `generate` resolves as at a hand-over, and `failed` raises `EngineDiedError`.
     """
 
-    def __init__(self, model: Path, config: RolloutConfig, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        config: RolloutConfig,
+        version: int = 0,
+        start: Callable[[Path, RolloutConfig], Any] = vllm_versions.start,
+    ) -> None:
         self.config = config
         self._model = model
         self._version = version
+        self._start = start
         self._llm: Any = None
         self._shapes = weight_shapes(model)
         self._vocab_size = 0
@@ -68,6 +75,8 @@ class VllmEngine:
         self._answers: dict[str, Answer] = {}  # those that vLLM has, by its request id
         self._requests = 0
         self._pending = 0
+        # More than the slots wait in vLLM, where they fill a free one without delay; but not if updates drain those.
+        self._room = asyncio.Semaphore(config.slots) if config.on_update == "drain" else contextlib.nullcontext()
         self._admitting = asyncio.Event()  # not while an update drains
         self._admitting.set()
         self._idle = asyncio.Event()  # vLLM has nothing
@@ -100,7 +109,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start vLLM's processes and load the model: seconds to minutes. Raises `UserError`. Once."""
-        self._llm = await asyncio.to_thread(vllm_versions.start, self._model, self.config)
+        self._llm = await asyncio.to_thread(self._start, self._model, self.config)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._max_context = int(self._llm.model_config.max_model_len)
         await self._llm.update_weight_version(str(self._version))
@@ -121,10 +130,11 @@ class VllmEngine:
             return complete
         self._pending += 1
         try:
-            await self._admitting.wait()
-            if self._handed_over:
-                return request.unfinished()
-            return await self._generate(request)
+            async with self._room:
+                await self._admitting.wait()
+                if self._handed_over:
+                    return request.unfinished()
+                return await self._generate(request)
         finally:
             self._pending -= 1
 
