@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from schemas import UserError
 
 
 def check_files(recipe: Recipe) -> None:
-    """Draw a row of the data, held-out data too, and load the reward, loss and advantage functions.
+    """Draw a row of the data, held-out data too, and load the reward, loss and advantage functions; look for peft.
 
     Raises `UserError`.
     """
@@ -24,6 +25,11 @@ def check_files(recipe: Recipe) -> None:
     if recipe.data.eval is not None:
         load_dataset(recipe.data.eval, recipe.base, seed=recipe.seed, shuffle=False, held_out=True).row(0)
 
+    if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "trainer.lora needs the package peft, which is not installed here.",
+            "pip install 'rollstream[lora]', or leave trainer.lora out.",
+        )
     for named in (recipe.trainer.loss, recipe.trainer.advantage.function):
         if named is not None and ":" in named:
             load_function(named, recipe.base)

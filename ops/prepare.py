@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,6 +33,8 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes bars in the midst of ours
 
     source = prepare_model(recipe.model, recipe.base, folder / "made", recipe.seed)
+    if recipe.trainer.lora is not None:
+        _check_targets(source, recipe.trainer.lora.targets)
     aside = final.with_name(f".{final.name}-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     if recipe.sft is not None:
@@ -40,6 +43,18 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
         _copy(source, aside)
     replace_folder(aside, final)
     return final
+
+
+def _check_targets(source: str, targets: Sequence[str]) -> None:
+    """That adapters fit the model, before minutes are spent on a warm start. Raises `UserError`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from actors.trainer.lora import resolve_targets
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    resolve_targets(model, targets)
 
 
 def _load(source: str) -> Any:

@@ -24,7 +24,7 @@ from actors.controller.actor import sample_seed
 from actors.controller.groups import EQUAL_REWARDS
 from actors.reward.child import load, read_reward
 from actors.reward.verdict import RewardRequest
-from bus.weights import WeightFile, WeightStore
+from bus.weights import WeightFile, WeightStore, WeightWriter
 from ops.datasets import Dataset, load_dataset
 from ops.recipe import Recipe
 from ops.text import HfTokenizer
@@ -61,21 +61,22 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
     from transformers import AutoModelForCausalLM
 
     from actors.rollout.torch_engine import Decoder
-    from ops.trained_model import learner_of
+    from ops.trained_model import learner_of, weights_of
 
     decoder = Decoder.from_pretrained(initial, recipe.rollout, version=-1)
     sampler = Sampler(recipe, initial, decoder)
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
     learner = learner_of(model, recipe, initial)
-    dtype = getattr(torch, recipe.rollout.dtype)
+    writer = WeightWriter(store)
     files: list[WeightFile] = []
 
     def published(version: int) -> WeightFile:
-        files.append(store.publish(version, {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}))
+        files.append(writer.publish(writer.snapshot(version, weights_of(learner, recipe))))
         due = files[max(0, version - staleness)]
         if decoder.version != due.version:
-            decoder.load(due.version, store.resolve(due.path))
+            base = store.resolve(files[due.base].path) if due.kind == "adapter" else None
+            decoder.load(due.version, store.resolve(due.path), base)
         return files[-1]
 
     yield Trained(published(0), {}, 0, ())

@@ -89,7 +89,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> Lora:
     """
     peft = _peft()
     detach(model)
-    targets = _resolved(model, config.targets)
+    targets = resolve_targets(model, config.targets)
     transposed = tuple(name for name in targets if isinstance(model.get_submodule(name), Conv1D))
     peft_config = peft.LoraConfig(
         r=config.rank,
@@ -145,8 +145,8 @@ def _peft() -> ModuleType:
     return peft
 
 
-def _resolved(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, ...]:
-    """The modules that are meant, sorted. Raises `UserError`."""
+def resolve_targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, ...]:
+    """The linear layers that are meant, sorted. Raises `UserError`, with what is near, if a target fits none."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found: set[str] = set()
