@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from actors.trainer.metrics import METRICS, as_markdown, described
 from bus.memory import MemoryBus, MemoryHub
+from bus.table import STEPS
+from ops.log_source import open_log
 from ops.metrics.config import MetricsConfig
 from ops.metrics.feed import copy, written_beside
 from ops.metrics.jsonl import JsonLines, Printed
@@ -239,3 +242,20 @@ def test_what_is_no_step_and_no_evaluation_is_no_record() -> None:
     told = record_of(log.entries["steps"][0])
     assert told is not None
     assert told.key == key
+
+
+async def test_the_documented_metrics_are_those_that_a_step_tells(recorded: Path) -> None:
+    """A name that is told and not explained, or explained and not told, is a page that has rotted."""
+    async with open_log(str(recorded)) as log:
+        steps = [entry.message() async for entry in log.read(STEPS)]
+    told = [set(step.metrics) for step in steps if isinstance(step, StepDone)]
+    assert told
+    assert [name for name in set().union(*told) if described(name) is None] == []
+    always = {metric.name for metric in METRICS if not metric.when and not metric.name.endswith("/")}
+    assert [always - names for names in told] == [set()] * len(told)
+
+
+def test_the_page_of_metrics_is_made_of_the_table() -> None:
+    """Write `as_markdown()` between its marks again if this fails."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page.partition("<!-- table -->\n")[2].partition("<!-- end of table -->")[0] == as_markdown()
