@@ -40,7 +40,7 @@ class Schedule:
     @property
     def finished(self) -> bool:
         """Whether nothing will be due any more."""
-        return self.last in self.done
+        return self.newest >= self.steps and {0, self.last} <= self.done
 
     @property
     def open(self) -> list[int]:
