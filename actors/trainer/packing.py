@@ -7,13 +7,13 @@ holds rows of similar width.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
 PADDING_MAX = 0.05  # share of padding that is good enough; wider rows cost attention, which is quadratic
-WIDENINGS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # × the longest sequence: row capacities tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +49,46 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, min_bins: int = 
     return [sorted(members) for members in bins]
 
 
+def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
+    """Indices of `lengths` in at most `bins` bins that are filled about alike, none empty; ascending in each.
+
+    Longest first, each into the emptiest bin. Source: Graham's longest processing time first, whose fullest bin holds
+    at most 4/3 of what it must.
+    """
+    members: list[list[int]] = [[] for _ in range(bins)]
+    by_load = [(0, bin_) for bin_ in range(bins)]  # a heap: the emptiest is the first
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        load, emptiest = by_load[0]
+        members[emptiest].append(index)
+        heapreplace(by_load, (load + lengths[index], emptiest))
+    return [sorted(of_bin) for of_bin in members if of_bin]
+
+
 def pack(
     lengths: Sequence[int], *, micro_batch_tokens: int, row_tokens: int = 0, share_rows: bool = True
 ) -> list[list[Row]]:
     """Micro-batches of rows for sequences of `lengths` tokens (prompt + response); every index is in exactly one row.
 
     A micro-batch of R rows costs R·(its widest row) ≤ `micro_batch_tokens`, unless one sequence alone is longer.
-    `row_tokens` is a row's capacity; 0 takes the narrowest that leaves at most 5 % padding, else the least padding.
+    `row_tokens` is a row's capacity; 0 takes rows as wide as the longest sequence, and if those leave more than 5 %
+    padding, the most rows, filled alike, that do not; if none do, those with the least padding.
     `share_rows` False gives every sequence its own row, for models that cannot keep neighbours apart.
     """
     if not lengths:
         return []
     if not share_rows:
         return _stack([Row((i,), length) for i, length in enumerate(lengths)], micro_batch_tokens)
-    if row_tokens:
-        return _stack(_rows(lengths, row_tokens), micro_batch_tokens)
-
-    best: list[list[Row]] = []
-    capacities = dict.fromkeys(min(int(max(lengths) * w), micro_batch_tokens) for w in WIDENINGS)
-    for capacity in capacities:
-        candidate = _stack(_rows(lengths, capacity), micro_batch_tokens)
-        if not best or padding_fraction(candidate) < padding_fraction(best):
-            best = candidate
-        if padding_fraction(best) <= PADDING_MAX:
+    capacity = row_tokens or min(max(lengths), micro_batch_tokens)
+    best = _stack(_rows(lengths, first_fit_decreasing(lengths, capacity)), micro_batch_tokens)
+    if row_tokens or max(lengths) > micro_batch_tokens:
+        return best
+    for count in range(sum(lengths) // max(lengths), 0, -1):
+        rows = _rows(lengths, balanced(lengths, count))
+        if padding_fraction(best) <= PADDING_MAX or max(row.tokens for row in rows) > micro_batch_tokens:
             break
+        candidate = _stack(rows, micro_batch_tokens)
+        if padding_fraction(candidate) < padding_fraction(best):
+            best = candidate
     return best
 
 
@@ -83,8 +99,7 @@ def padding_fraction(micro_batches: Sequence[Sequence[Row]]) -> float:
     return 1 - used / cost if cost else 0.0
 
 
-def _rows(lengths: Sequence[int], capacity: int) -> list[Row]:
-    bins = first_fit_decreasing(lengths, capacity)
+def _rows(lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> list[Row]:
     return [Row(tuple(members), sum(lengths[i] for i in members)) for members in bins]
 
 
