@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.table import BATCHES, ROLLOUTS, SCORED
-from bus.weights import WeightFile, WeightsError, WeightStore
+from bus.weights import WeightsError
+from bus.weights.tensors import load
 from ops.console import open_console, tell_damage
-from ops.host import weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.mismatch import Differences, Mismatch, Offender
 from ops.progress import Progress, stopped_by_ctrl_c
@@ -32,6 +32,7 @@ from ops.recipe import Recipe
 from ops.replay.history import History, Phase, check_range, read_history
 from ops.replay.trainer import replay_trainer
 from ops.text import HfTokenizer, visible
+from ops.weights import kept_weights
 from schemas import Batch, MalformedMessage, Rollout, Scored, StepDone, UserError, WeightVersion
 
 if TYPE_CHECKING:
@@ -171,12 +172,12 @@ async def diff_log(
     comparer = Comparer(source, wanted, mismatch)
     newest = max(wanted)
     with contextlib.closing(Progress("comparing, at version", newest)) as progress, stopped_by_ctrl_c() as stopped:
-        kept = await asyncio.to_thread(_kept, source, history, sorted(wanted))
-        if kept is not None:
-            await _compare_kept(kept, comparer, history, initial, stopped, progress)
+        kept = await _are_kept(source, history, sorted(wanted))
+        if kept:
+            await _compare_kept(source, sorted(wanted), comparer, history, initial, stopped, progress)
         else:
             await _compare_replayed(source, history, initial, min(wanted), newest, comparer, stopped, progress)
-    how = "weights: the kept files" if kept is not None else "weights: trained again from the log"
+    how = "weights: the kept files" if kept else "weights: trained again from the log"
     return mismatch, how, not stopped.is_set()
 
 
@@ -198,27 +199,22 @@ async def _wanted(source: LogSource, start: int, stop: int) -> dict[int, list[in
     return dict(wanted)
 
 
-def _kept(source: LogSource, history: History, versions: Sequence[int]) -> list[WeightFile] | None:
-    """The files of these versions, if all are kept and the engine's format is the trainer's own."""
+async def _are_kept(source: LogSource, history: History, versions: Sequence[int]) -> bool:
+    """Whether all of these versions can be had, and the engine's format is the trainer's own."""
     if not isinstance(source, RunLog) or history.recipe.rollout.dtype != "float32":
-        return None
-    store = WeightStore(weights_folder(source.folder))
-    files = []
-    for version in versions:
-        event = history.versions.get(version)
-        if event is None:
-            return None
-        file = WeightFile(event.version, event.path, event.digest, event.nbytes)
+        return False
+    with contextlib.closing(kept_weights(source.folder, history.versions)) as reader:
         try:
-            store.verify(file)
-        except WeightsError:
-            return None
-        files.append(dataclasses.replace(file, path=str(store.root / file.path)))
-    return files
+            for version in versions:
+                await reader.fetch(history.versions[version])
+        except (KeyError, WeightsError):
+            return False
+    return True
 
 
 async def _compare_kept(
-    files: Sequence[WeightFile],
+    source: LogSource,
+    versions: Sequence[int],
     comparer: Comparer,
     history: History,
     initial: Path,
@@ -227,15 +223,16 @@ async def _compare_kept(
 ) -> None:
     from ops.trained_model import load_learner
 
+    assert isinstance(source, RunLog)
     learner = await asyncio.to_thread(load_learner, history.recipe, initial)
-    for file in files:
-        if stopped.is_set():
-            return
-        store = WeightStore(Path(file.path).parent)
-        tensors = await asyncio.to_thread(store.load, dataclasses.replace(file, path=Path(file.path).name))
-        learner.model.load_state_dict(tensors)
-        await comparer.compare(file.version, learner)
-        progress.show(file.version)
+    with contextlib.closing(kept_weights(source.folder, history.versions)) as reader:
+        for version in versions:
+            if stopped.is_set():
+                return
+            local = await reader.fetch(history.versions[version])
+            learner.model.load_state_dict(await asyncio.to_thread(load, local.path))
+            await comparer.compare(version, learner)
+            progress.show(version)
 
 
 async def _compare_replayed(
@@ -251,8 +248,7 @@ async def _compare_replayed(
     from ops.replay.into_trainer import phases_from
 
     async def on_weights(event: WeightVersion, learner: Learner) -> None:
-        recorded = history.versions[event.version].digest
-        if event.digest != recorded:
+        if event.result_digest != history.versions[event.version].result_digest:
             raise UserError(
                 f"The weights of version {event.version} cannot be had: trained again from the log they differ.",
                 "See `rollstream replay trainer`; or ask for steps whose versions the run's folder keeps.",

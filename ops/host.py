@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import structlog
 
+from actors.rollout.config import RolloutConfig
+from actors.rollout.engine import Engine
 from bus.jetstream import JetStreamBus
 from bus.port import Bus, BusFull
 from bus.table import CONTROL, PUBLISH_DEADLINE_S
@@ -263,17 +265,15 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         from transformers import AutoConfig
 
         from actors.rollout.actor import RolloutWorker
-        from actors.rollout.threaded import ThreadedEngine
-        from actors.rollout.torch_engine import Decoder
-        from bus.weights import WeightStore
         from ops.text import HfTokenizer
+        from ops.weights import reader_of
 
         path = str(initial_model(spec.folder))
-        decoder = Decoder.from_pretrained(path, recipe.rollout, version=-1)  # it holds no announced version yet
+        engine = _engine(path, recipe.rollout)
         tokenizer = HfTokenizer(path)
         stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
-        store = WeightStore(weights_folder(spec.folder))
-        return RolloutWorker(bus, recipe.rollout, ThreadedEngine(decoder), tokenizer, stop_ids, store, name)
+        weights = reader_of(bus, spec.folder)
+        return RolloutWorker(bus, recipe.rollout, engine, tokenizer, stop_ids, weights, name)
 
     return _Lazy(build)
 
@@ -285,14 +285,26 @@ def _evaluator(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     return _Lazy(lambda: evaluator(bus, recipe, spec.folder, name))
 
 
+def _engine(model: str, config: RolloutConfig) -> Engine:
+    """What decodes; it holds no announced version yet."""
+    if config.engine == "vllm":
+        from actors.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(Path(model), config, version=-1)
+    from actors.rollout.threaded import ThreadedEngine
+    from actors.rollout.torch_engine import Decoder
+
+    return ThreadedEngine(Decoder.from_pretrained(model, config, version=-1))
+
+
 def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from actors.trainer.actor import Trainer
         from actors.trainer.checkpoint import Checkpoints
         from actors.trainer.ranks import OneRank
         from actors.trainer.torch_ranks import TorchRanks, in_a_job
-        from bus.weights import WeightStore
         from ops.trained_model import export_model, load_learner, weights_of
+        from ops.weights import writer_of
 
         initial = initial_model(spec.folder)
         ranks = TorchRanks() if in_a_job() else OneRank()
@@ -304,7 +316,7 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             learner,
             lambda: weights_of(learner, recipe),
             lambda: export_model(learner, initial, spec.folder / "model"),
-            WeightStore(weights_folder(spec.folder)),
+            writer_of(recipe, spec.folder),
             Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
             name,
             ranks,

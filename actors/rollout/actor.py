@@ -10,7 +10,6 @@ import asyncio
 import functools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +22,8 @@ from actors.rollout.engine import Engine, EngineError, Generation, Request, Samp
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, Rejected, Retry, serve
 from bus.table import PARTIALS, ROLLOUT_WORKERS, WEIGHTS
-from bus.weights import WeightFile, WeightsMissing
+from bus.weights import Local
+from bus.weights import WeightsError as CannotBeHad
 from schemas import Message, Partial, Prompt, Rollout, WeightVersion, parse_sample_id
 
 log = structlog.get_logger()
@@ -43,15 +43,18 @@ class Tokenizer(Protocol):
         """The text of an answer, without special tokens."""
 
 
-class StorePort(Protocol):
-    """Where weights' bytes lie; `bus.weights.WeightStore` is it."""
+class WeightsPort(Protocol):
+    """How weights get here; `bus.weights.WeightReader` is it."""
 
-    def verify(self, weight_file: WeightFile) -> Path:
-        """The path of the file, after its bytes were checked. Raises `bus.weights.WeightsError`."""
+    async def fetch(self, event: WeightVersion) -> Local:
+        """Where the version lies here, after its bytes were checked. Raises `bus.weights.WeightsError`."""
+
+    def close(self) -> None:
+        """No more weights are wanted."""
 
 
 class RolloutWorker:
-    """Serves prompts with one engine. `store` is where weight versions lie."""
+    """Serves prompts with one engine, under the weights that `weights` gets."""
 
     def __init__(
         self,
@@ -60,13 +63,13 @@ class RolloutWorker:
         engine: Engine,
         tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
-        store: StorePort,
+        weights: WeightsPort,
         name: str,
     ) -> None:
         self.bus = bus
         self.config = config
         self.engine = engine
-        self.store = store
+        self.weights = weights
         self.name = name
         self.decode = tokenizer.decode
         self.sampling = Sampling(
@@ -82,6 +85,7 @@ class RolloutWorker:
         self._finished = 0
         self._busy_s = 0.0
         self._swaps = 0
+        self._refused = -1  # the newest version that could not be had
         self.gauges = Gauges(bus, name, "rollout", self._read_gauges)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -117,6 +121,7 @@ class RolloutWorker:
                     task.cancel()
                 await asyncio.gather(serving, stopping, failing, *helpers, return_exceptions=True)
                 await self.engine.close()
+                self.weights.close()
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
         assert isinstance(message, Prompt)
@@ -179,17 +184,21 @@ class RolloutWorker:
         start = newest.seq if newest else 1
         versions: asyncio.Queue[WeightVersion] = asyncio.Queue(1)
         reader = asyncio.create_task(self._read_weights(start, versions), name=f"{self.name} reads weights")
+        wanted: WeightVersion | None = None  # what could not be had yet
         try:
             while True:
                 get = asyncio.create_task(versions.get())
                 try:
-                    await asyncio.wait([get, reader], return_when=asyncio.FIRST_COMPLETED)
+                    patience_s = UPDATE_RETRY_S if wanted is not None else None
+                    await asyncio.wait([get, reader], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                     if reader.done():
                         reader.result()
-                    version = await get
+                    if get.done():
+                        wanted = get.result()
                 finally:
                     get.cancel()
-                await self._update(version)
+                if wanted is not None and await self._update(wanted):
+                    wanted = None
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -202,22 +211,25 @@ class RolloutWorker:
                 versions.get_nowait()
             versions.put_nowait(message)
 
-    async def _update(self, event: WeightVersion) -> None:
+    async def _update(self, event: WeightVersion) -> bool:
+        """Take a version in; False if it cannot be had now, and the old one goes on."""
         if event.version <= self.engine.version:
-            return
-        file = WeightFile(event.version, event.path, event.digest, event.nbytes)
+            return True
         try:
-            path = await asyncio.to_thread(self.store.verify, file)
-            await self.engine.update(event.version, path)
-        except (WeightsMissing, WeightsError) as error:
-            # Collected while we were slow: a newer one is announced already. Otherwise the old ones go on.
-            log.warning("weights_not_loaded", worker=self.name, version=event.version, reason=str(error))
-            await asyncio.sleep(UPDATE_RETRY_S)
-            return
+            local = await self.weights.fetch(event)
+            await self.engine.update(event.version, local.path, local.base)
+        except (CannotBeHad, WeightsError) as error:
+            # Collected while we were slow: a newer one is announced already. Or damaged: a trainer that starts again
+            # writes its newest version anew.
+            if event.version > self._refused:
+                self._refused = event.version
+                log.warning("weights_not_loaded", worker=self.name, version=event.version, reason=str(error))
+            return False
         self._swaps += 1
         log.info("weights_loaded", worker=self.name, version=event.version)
         async with self._updated:
             self._updated.notify_all()
+        return True
 
     async def _save_partials(self) -> None:
         """Publish the prefixes of running samples that grew by `partial_every` tokens, against kill -9."""

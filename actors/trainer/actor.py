@@ -25,11 +25,12 @@ from actors.gauges import Gauges
 from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
 from actors.trainer.metrics import Wait, of_ages, of_times
+from actors.trainer.publisher import Publisher, WriterPort
 from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.samples import TrainSample, train_sample
-from bus.port import Bus, Entry, Fenced
+from bus.port import Bus, Entry
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
-from bus.weights import WeightFile
+from bus.weights.writer import Snapshot
 from schemas import Batch, Rollout, Segments, StepDone, UserError, WeightVersion
 
 log = structlog.get_logger()
@@ -44,15 +45,8 @@ class CheckpointsPort(Protocol):
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest checkpoint that is whole; None if there is none."""
 
-
-class StorePort(Protocol):
-    """Where weights' bytes go; `bus.weights.WeightStore` is it."""
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightFile:
-        """Write `tensors` as `version`, durably and atomically; returns what to announce."""
-
-    def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
-        """Delete the versions below `keep_from_version` that are not in `keep`; returns them."""
+    def steps(self) -> set[int]:
+        """Of the checkpoints that are kept."""
 
 
 class LearnerPort(Protocol):
@@ -98,7 +92,7 @@ class Trainer:
         learner: LearnerPort,
         tensors: Callable[[], Mapping[str, Any]],
         export: Callable[[], None],
-        store: StorePort,
+        writer: WriterPort,
         checkpoints: CheckpointsPort,
         name: str = "trainer",
         ranks: Ranks | None = None,
@@ -109,36 +103,44 @@ class Trainer:
         self.learner = learner
         self.tensors = tensors
         self.export = export
-        self.store = store
+        self.writer = writer
         self.checkpoints = checkpoints
         self.ranks: Ranks = ranks or OneRank()
         self.version = 0
         self._tokens_trained = 0
         self._saved_version = -1
         self._published = -1  # newest version in the log when we began
+        self._publisher: Publisher | None = None  # of rank 0
         self._checkpoint_s = 0.0  # that the last checkpoint took, until a step tells it
         self.gauges = Gauges(bus, name, "trainer", self._read_gauges)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until all steps are done or until `stop`, which lets the step in hand end and saves it."""
         async with self.gauges.beating():
-            await self._restore()
-            loader = asyncio.create_task(self._load_ahead(queue := asyncio.Queue[Loaded](1)), name="trainer loads")
             try:
-                while self.version < self.steps:
-                    started, waited_before = clock.monotonic_s(), self.gauges.idle_s
-                    loaded = None if stop.is_set() else await self._next(queue, loader, stop)
-                    got = clock.monotonic_s()
-                    if not await self._all_go_on(loaded is not None) or loaded is None:
-                        break
-                    wait = Wait(started, loaded.arrived_s, got)
-                    await self._step(loaded, wait, self.gauges.idle_s - waited_before)
+                await self._restore()
+                await self._train(stop)
+                await self._save()
             finally:
-                loader.cancel()
-                await asyncio.gather(loader, return_exceptions=True)
-            await self._save()
+                if self._publisher is not None:
+                    await self._publisher.close()
             if self.version >= self.steps:
                 await asyncio.to_thread(self.export)
+
+    async def _train(self, stop: asyncio.Event) -> None:
+        loader = asyncio.create_task(self._load_ahead(queue := asyncio.Queue[Loaded](1)), name="trainer loads")
+        try:
+            while self.version < self.steps:
+                started, waited_before = clock.monotonic_s(), self.gauges.idle_s
+                loaded = None if stop.is_set() else await self._next(queue, loader, stop)
+                got = clock.monotonic_s()
+                if not await self._all_go_on(loaded is not None) or loaded is None:
+                    break
+                wait = Wait(started, loaded.arrived_s, got)
+                await self._step(loaded, wait, self.gauges.idle_s - waited_before)
+        finally:
+            loader.cancel()
+            await asyncio.gather(loader, return_exceptions=True)
 
     async def _restore(self) -> None:
         newest = await asyncio.to_thread(self.checkpoints.load_newest)
@@ -154,7 +156,11 @@ class Trainer:
             self._saved_version = self.version
         self._published = (await self._gather(await self._published_version()))[0]
         log.info("trainer_restored", version=self.version, published_version=self._published)
-        await self._publish_weights()
+        if self._leads:
+            self._publisher = Publisher(self.bus, self.config, self.writer, self._published, self.checkpoints.steps)
+        snapshot = await self._take_weights()
+        if self._publisher is not None:
+            await self._publisher.announce(snapshot)
 
     @property
     def _leads(self) -> bool:
@@ -199,16 +205,21 @@ class Trainer:
         if not queue.empty():
             return queue.get_nowait()
         get, stopping = asyncio.create_task(queue.get()), asyncio.create_task(stop.wait())
+        waits: list[asyncio.Task[Any]] = [get, stopping]
+        if self._publisher is not None:
+            waits.append(asyncio.create_task(self._publisher.failed.wait()))
         try:
             with self.gauges.waiting("a batch"):
-                await asyncio.wait([get, loader, stopping], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*waits, loader], return_when=asyncio.FIRST_COMPLETED)
             if loader.done():
                 loader.result()
+            if self._publisher is not None and self._publisher.failed.is_set():
+                await self._publisher.settled()
             return get.result() if get.done() else None
         finally:
-            get.cancel()
-            stopping.cancel()
-            await asyncio.gather(get, stopping, return_exceptions=True)
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _load(self, entry: Entry) -> Loaded:
         """The samples of a batch. Raises `UserError` if the log does not hold what the batch names."""
@@ -266,7 +277,7 @@ class Trainer:
         staleness, masked_tokens, response_tokens, last_rollout_s = await self._of_all_ranks(loaded)
         self.version += 1
         self._tokens_trained += int(staleness.sum())
-        await self._publish_weights()
+        snapshot = await self._take_weights()
         published = clock.monotonic_s()
         causes = wait.by_cause(last_rollout_s, batch.last_scored_s, loaded.formed_s)
         seconds = {
@@ -291,10 +302,9 @@ class Trainer:
             "cpu_seconds": clock.cpu_s() - cpu_before,
             "time": clock.wall_s(),
         }
-        if self._leads:
+        if self._publisher is not None:
             done = StepDone(step=batch.step, version=self.version, metrics=metrics, staleness=staleness)
-            with contextlib.suppress(Fenced):  # stands there from before a crash; its times were those of that time
-                await self.bus.publish_fenced([done], done.step)
+            await self._publisher.announce(snapshot, done)
         log.info("step_trained", step=batch.step, reward=round(metrics["reward"], 4), version=self.version)
         if self.version % self.config.checkpoint_every == 0:
             await self._save()
@@ -308,39 +318,17 @@ class Trainer:
             staleness[: len(of_rank)] += of_rank
         return staleness, sum(masked), sum(tokens), max(stored_s)
 
-    async def _publish_weights(self) -> None:
-        """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
-        if self.version < self._published:
-            return
-        if not self._leads:
+    async def _take_weights(self) -> Snapshot | None:
+        """What is to be published of this version. All ranks ask, since the weights may lie in shards."""
+        if self._publisher is not None:
+            return await self._publisher.take(self.version, self.tensors)
+        if self.version >= self._published:
             await asyncio.to_thread(self.tensors)
-            return
-        file = await asyncio.to_thread(lambda: self.store.publish(self.version, self.tensors()))
-        if self.version == self._published:
-            await self._check_same(file)
-            return
-        event = WeightVersion(version=file.version, path=file.path, digest=file.digest, nbytes=file.nbytes)
-        try:
-            await self.bus.publish_fenced([event], self.version)  # version v stands at sequence v + 1
-        except Fenced:
-            await self._check_same(file)
-        keep_from = self.version - max(self.config.keep_versions, 1) + 1
-        await asyncio.to_thread(self.store.collect, keep_from, {0})
-
-    async def _check_same(self, file: WeightFile) -> None:
-        """The version was published before a crash: then it must be the same, or somebody else trains this run."""
-        (entry,) = await self.bus.get(WEIGHTS, [file.version + 1])
-        stored = entry.message()
-        if not isinstance(stored, WeightVersion) or stored.version != file.version:
-            raise Fenced(f"the weights stream holds something else at version {file.version}")
-        if stored.digest != file.digest:
-            raise Fenced(
-                f"version {file.version} was published with digest {stored.digest}, but this trainer computed "
-                f"{file.digest}: another trainer is at work, training is not deterministic on this device, or the "
-                "number of ranks was changed after a crash, which only an orderly stop allows"
-            )
+        return None
 
     async def _save(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.settled()  # or a crash would leave the log without the step that is saved
         if self._saved_version == self.version:
             return
         began, of_learner = clock.monotonic_s(), self.learner.state_dict

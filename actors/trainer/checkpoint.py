@@ -40,6 +40,10 @@ class Checkpoints:
         """See the function `load_newest`."""
         return load_newest(self.root)
 
+    def steps(self) -> set[int]:
+        """Of the checkpoints that are there."""
+        return {_step(path) for path in _newest_first(self.root)}
+
 
 def save(root: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then remove all but the newest `keep` (at least this one).

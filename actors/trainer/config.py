@@ -15,6 +15,7 @@ from actors.trainer.sections import (
     Level,
     LoraConfig,
     OverlongConfig,
+    PublishConfig,
     ZeroConfig,
 )
 from schemas.config import Config
@@ -28,6 +29,7 @@ __all__ = [
     "Level",
     "LoraConfig",
     "OverlongConfig",
+    "PublishConfig",
     "SftConfig",
     "TrainerConfig",
     "ZeroConfig",
@@ -99,7 +101,8 @@ class TrainerConfig(Config):
     threads: PositiveInt = 1  # of the process; the learner itself changes no global setting
     checkpoint_every: PositiveInt = 10  # training steps
     keep_checkpoints: PositiveInt = 2
-    keep_versions: PositiveInt = 4
+    keep_versions: PositiveInt = 4  # and those that they stand on, and those of the checkpoints
+    publish: PublishConfig = PublishConfig()
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="before")

@@ -179,3 +179,15 @@ class LoraConfig(Config):
     def scale(self) -> float:
         """s."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class PublishConfig(Config):
+    """How new weights go to their readers, in the dtype that rollout workers hold.
+
+    A version is what changed since the one before (see `bus.weights.delta`), but every `full_every`-th is full, and so
+    is one of which too much changed. With `overlap` a version is encoded and announced while the next step is trained.
+    """
+
+    delta: bool = True
+    full_every: PositiveInt = 10
+    overlap: bool = True

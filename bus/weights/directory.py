@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.weights import tensors as safetensors
+from bus.weights.chain import needed
 from bus.weights.files import (
     ASIDE,
     Buffer,
@@ -82,17 +83,10 @@ class WeightStore:
         Returns them, ascending. Also deletes what writers that died left aside.
         """
         files = {path: place for path in self.root.glob("v*") if (place := version_and_base(path.name))}
-        needed = {version for version, _ in files.values() if version >= keep_from_version} | keep
-        bases = {version: base for version, base in sorted(files.values()) if base >= 0}
-        standing = sorted(needed)
-        while standing:
-            base = bases.get(standing.pop(), -1)
-            if base >= 0 and base not in needed:
-                needed.add(base)
-                standing.append(base)
+        stays = needed(files.values(), keep_from_version, keep)
         collected = set()
         for path, (version, _) in files.items():
-            if version not in needed:
+            if version not in stays:
                 path.unlink(missing_ok=True)
                 collected.add(version)
         for path in self.root.glob(f"{ASIDE}*"):

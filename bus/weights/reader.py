@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +22,7 @@ import structlog
 
 from bus.weights import delta
 from bus.weights.cache import HostCache
-from bus.weights.chain import chain_of, missing_link
+from bus.weights.chain import Chains, EventOf
 from bus.weights.directory import WeightStore
 from bus.weights.files import (
     Buffer,
@@ -39,15 +38,6 @@ from bus.weights.files import (
 from schemas import WeightVersion
 
 log = structlog.get_logger()
-
-KNOWN_EVENTS = 256  # that are remembered, so that following the log costs one event a version
-
-
-class EventOf(Protocol):
-    """The event of a version, from the log."""
-
-    def __call__(self, version: int, /) -> Awaitable[WeightVersion]:
-        """Raises `LookupError` if the log does not hold it."""
 
 
 class Source(Protocol):
@@ -69,11 +59,10 @@ class WeightReader:
     """Gets versions for the workers of one process. `event_of` looks events up in the log."""
 
     def __init__(self, event_of: EventOf, store: WeightStore, cache: HostCache, road: Source | None = None) -> None:
-        self._event_of = event_of
+        self._chains = Chains(event_of)
         self._store = store
         self._cache = cache
         self._road = road
-        self._events: dict[int, WeightVersion] = {}
 
     async def fetch(self, event: WeightVersion) -> Local:
         """The version on this machine, every byte checked.
@@ -82,9 +71,9 @@ class WeightReader:
         once the trainer was started again, which writes its newest version in full.
         """
         if event.kind == "adapter":
-            base = (await self.fetch(await self._looked_up(event.base))).path
+            base = (await self.fetch(await self._chains.event(event.base))).path
             return Local(await asyncio.to_thread(self._file, event, event.base), base)
-        links = await self._links(event)
+        links = await self._chains.links(event)
         return Local(await asyncio.to_thread(self.full_file, links))
 
     def close(self) -> None:
@@ -92,7 +81,7 @@ class WeightReader:
         self._cache.close()
 
     def full_file(self, links: list[WeightVersion]) -> Path:
-        """The full file of the last of the links, which `chain_of` gave. Blocks. Raises as `fetch` does."""
+        """The full file of the last of the links, which `Chains` gave. Blocks. Raises as `fetch` does."""
         wanted = links[-1]
         if wanted.kind == "full":
             return self._file(wanted)
@@ -109,24 +98,6 @@ class WeightReader:
                     raise
                 content = self._carried(full_file(wanted.version, wanted.result, 0), str(error))
             return self._cache.put(_name(wanted), content)
-
-    # ---- the log
-
-    async def _links(self, event: WeightVersion) -> list[WeightVersion]:
-        while len(self._events) > KNOWN_EVENTS:
-            del self._events[min(self._events)]
-        self._events[event.version] = event
-        while (missing := missing_link(event.version, self._events)) is not None:
-            await self._looked_up(missing)
-        return chain_of(event.version, self._events)
-
-    async def _looked_up(self, version: int) -> WeightVersion:
-        if version not in self._events:
-            try:
-                self._events[version] = await self._event_of(version)
-            except LookupError as error:
-                raise WeightsMissing(f"version {version} is not in the log: {error}") from None
-        return self._events[version]
 
     # ---- files; all of it blocks
 

@@ -79,7 +79,7 @@ class _Watch:
         self._lines.append(file)
 
     async def on_weights(self, event: WeightVersion, learner: Learner) -> None:
-        self.version, self._digest = event.version, event.digest
+        self.version, self._digest = event.version, event.result_digest
         self._progress.show(event.version)
         if self._changed and event.version > self._start:
             return
@@ -87,14 +87,14 @@ class _Watch:
         if recorded is None:
             return
         self.versions += 1
-        if recorded.digest != event.digest:
-            self.difference = event.version, recorded.digest, event.digest
+        if recorded.result_digest != event.result_digest:
+            self.difference = event.version, recorded.result_digest, event.result_digest
             self._stop.set()  # whatever comes after follows from it
 
     async def on_step(self, done: StepDone) -> None:
         if done.step < self._start:
             return
-        recorded = self._history.versions[done.version].digest
+        recorded = self._history.versions[done.version].result_digest
         step = ComparedStep(done.step, self._history.metrics.get(done.step, {}), done.metrics, recorded, self._digest)
         self.steps.append(step)
         for file in self._lines:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bus.weights import WeightStore
+from actors.trainer.config import PublishConfig
+from bus.weights import WeightStore, WeightWriter
 from ops.log_source import LogSource
 from ops.replay.history import Phase
 from ops.replay.replay_bus import OnStep, Rebatch, ReplayBus, as_recorded
@@ -20,6 +21,9 @@ from schemas import WeightVersion
 
 if TYPE_CHECKING:
     from actors.trainer.learner import Learner
+
+# Who compares looks at the learner at each version, and at the digest of all weights.
+IN_STEP = PublishConfig(delta=False, overlap=False)
 
 OnWeights: TypeAlias = Callable[[WeightVersion, "Learner"], Awaitable[None]]
 
@@ -37,6 +41,10 @@ class _Handover:
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:
         """What was kept."""
         return self.newest
+
+    def steps(self) -> set[int]:
+        """None of them is a checkpoint of the run."""
+        return set()
 
 
 async def replay_trainer(
@@ -80,12 +88,12 @@ async def replay_trainer(
             bus = ReplayBus(source, phase.stop, on_version, on_step, rebatch)
             trainer = Trainer(
                 bus,
-                phase.recipe.trainer,
+                phase.recipe.trainer.model_copy(update={"publish": IN_STEP}),
                 phase.stop,
                 learner,
                 partial(weights_of, learner, phase.recipe),
                 partial(export_model, learner, initial, export) if export and phase is phases[-1] else _nothing,
-                WeightStore(Path(aside)),
+                WeightWriter(WeightStore(Path(aside))),
                 handover,
             )
             await trainer.run(stop)

@@ -18,13 +18,13 @@ from actors.trainer.samples import TrainSample
 from bus.memory import MemoryHub
 from bus.port import Entry
 from bus.table import BATCHES, CONTROL, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.weights.files import digest_of
 from ops.findings import Rules
 from ops.invariants import READ_ORDER, Auditor
 from ops.sim.fakes import (
     FIRST_STATE,
     Disk,
     bytes_of,
-    digest_of,
     length_of,
     next_state,
     prompt_tokens_of,
@@ -32,6 +32,7 @@ from ops.sim.fakes import (
     token_of,
 )
 from ops.sim.scenario import Scenario, kind_of
+from ops.sim.weights import whole_of
 from ops.sim.world import PROCESS, RUN, Process, World
 from schemas import Batch, Control, Dropped, MalformedMessage, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion
 
@@ -57,7 +58,7 @@ class Checker:
         self.allowed: dict[str, Rules] = {}  # by the nonce of each start
         self._ways: set[tuple[int, str]] = set()
         self.newest = -1
-        self.digests: list[str] = []  # of the weight file, by version
+        self.digests: list[str] = []  # of the weights, by version
         self.state = FIRST_STATE  # that a learner must have after the steps so far
         self.prompts: dict[Key, Prompt] = {}
         self.group_ends: dict[int, int] = {}  # samples of a group that were dropped
@@ -294,16 +295,22 @@ class Checker:
         self._hold("I4", entry.seq == event.version + 1, f"version {event.version} stands at {entry.seq}")
         self._hold("I4", event.path in self.disk.weights, f"version {event.version} is announced before its bytes")
         contents = self.disk.weights.get(event.path, "")
-        self._hold("I4", digest_of(contents) == event.digest, f"version {event.version} has other bytes than announced")
+        base, whole = whole_of(contents)
+        for digest, text in ((event.digest, contents), (event.result_digest, whole)):
+            same = digest_of(text.encode()) == digest
+            self._hold("I4", same, f"version {event.version} has other bytes than announced")
+        if event.kind == "delta":
+            stands = 0 <= event.base < len(self.digests) and self.digests[event.base] == base
+            self._hold("I4", stands, f"version {event.version} is a delta of something else than version {event.base}")
         if version > 0:
             if len(self.batches) < version:
                 self.world.violate("I7", f"version {version} is published before batch {version - 1} is formed")
                 return
             self.state = next_state(self.state, version - 1, self._samples(self.batches[version - 1]))
-        self._hold("I7", contents == bytes_of(version, self.state), f"version {version} is not what the log gives")
+        self._hold("I7", whole == bytes_of(version, self.state), f"version {version} is not what the log gives")
         self.newest = event.version
         self.progress_s = self.world.loop.time()
-        self.digests.append(event.digest)
+        self.digests.append(event.result_digest)
 
     def _samples(self, batch: Batch) -> list[TrainSample]:
         """What the step of a batch must be given."""
@@ -375,7 +382,7 @@ class Checker:
     def _audit(self, hub: MemoryHub) -> None:
         def digest(event: WeightVersion) -> str | None:
             contents = self.disk.weights.get(event.path)
-            return None if contents is None else digest_of(contents)
+            return None if contents is None else digest_of(contents.encode())
 
         auditor = Auditor(lambda control, time_s: self.allowed[control.nonce], digest)
         for stream in READ_ORDER:

@@ -22,7 +22,7 @@ import numpy as np
 from actors.reward.verdict import RewardRequest, Status, Verdict
 from actors.rollout.engine import EngineClosedError, EngineStats, Finish, Generation, Request, WeightsError
 from actors.trainer.samples import TrainSample
-from bus.weights import WeightFile, WeightsMissing
+from bus.weights.files import digest_of
 from ops.sim.world import Killed, Process
 
 FIRST_STATE = "initial"
@@ -77,11 +77,6 @@ def bytes_of(version: int, state: str) -> str:
     return f"{version}/{state}"
 
 
-def digest_of(contents: str) -> str:
-    """The digest of a weight file's contents."""
-    return f"blake2b-{hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()}"
-
-
 # ---- the disk
 
 
@@ -103,49 +98,10 @@ class Disk:
     steps_trained: set[int] = dataclasses.field(default_factory=set)
 
 
-def _check_room(process: Process) -> None:
+def check_room(process: Process) -> None:
+    """Raises `OSError` while the disk is full."""
     if process.world.fate(process, "disk_full"):
         raise OSError(errno.ENOSPC, "No space left on device")
-
-
-class MemoryStore:
-    """`bus.weights.WeightStore` on the simulated disk."""
-
-    def __init__(self, process: Process, disk: Disk) -> None:
-        self._process = process
-        self._disk = disk
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightFile:
-        """See `WeightStore.publish`."""
-        _check_room(self._process)
-        contents = bytes_of(version, tensors["state"])
-        digest = digest_of(contents)
-        path = f"v{version:06d}-{digest.removeprefix('blake2b-')[:8]}"
-        self._disk.weights[path] = contents
-        self._process.world.note(f"wrote weights {path}")
-        return WeightFile(version, path, digest, len(contents))
-
-    def verify(self, weight_file: WeightFile) -> Path:
-        """See `WeightStore.verify`."""
-        contents = self._disk.weights.get(weight_file.path)
-        if contents is None:
-            self._process.world.count("weights were collected before a worker had them")
-            raise WeightsMissing(f"no weights at {weight_file.path}")
-        if digest_of(contents) != weight_file.digest:
-            self._process.world.violate("I4", f"version {weight_file.version} is announced with another digest")
-        return Path(weight_file.path)
-
-    def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
-        """See `WeightStore.collect`."""
-        collected = []
-        for path in list(self._disk.weights):
-            version = int(path[1:].split("-")[0])
-            if version < keep_from_version and version not in keep:
-                del self._disk.weights[path]
-                collected.append(version)
-        if collected:
-            self._process.world.note(f"collected weights {collected}")
-        return sorted(set(collected))
 
 
 class MemoryCheckpoints:
@@ -158,7 +114,7 @@ class MemoryCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """See `Checkpoints.save`."""
-        _check_room(self._process)
+        check_room(self._process)
         world, saved = self._process.world, self._disk.checkpoints
         torn = world.fate(self._process, "torn_save")
         if torn:
@@ -183,6 +139,10 @@ class MemoryCheckpoints:
                 return step, dict(self._disk.checkpoints[step].state)
             world.count("a torn checkpoint was passed over")
         return None
+
+    def steps(self) -> set[int]:
+        """See `Checkpoints.steps`."""
+        return set(self._disk.checkpoints)
 
 
 # ---- the heavy parts
@@ -307,14 +267,18 @@ class _Row:
 
 
 class FakeEngine:
-    """`actors.rollout.engine.Engine`: continuous batching over slots, interrupted by updates."""
+    """`actors.rollout.engine.Engine`: continuous batching over slots, interrupted by updates.
 
-    def __init__(self, process: Process, disk: Disk) -> None:
+    `made` are weight files that are not on the disk; see `ops.sim.weights`.
+    """
+
+    def __init__(self, process: Process, disk: Disk, made: Mapping[str, str]) -> None:
         scenario = process.world.scenario
         self.version = -1
         self.slots = scenario.slots
         self._process = process
         self._disk = disk
+        self._made = made
         self._drain = scenario.on_update == "drain"
         self._mean_tokens = scenario.mean_tokens
         self._digest = ""
@@ -416,7 +380,7 @@ class FakeEngine:
                 self._step()
 
     def _load(self, version: int, path: str, future: asyncio.Future[None]) -> None:
-        contents = self._disk.weights.get(path)
+        contents = self._made.get(path) or self._disk.weights.get(path)
         if contents is None:
             self._process.world.count("weights were collected before an engine had them")
             if not future.done():
@@ -424,7 +388,7 @@ class FakeEngine:
             return
         if self._running:
             self._process.world.count("an update interrupted samples")
-        self.version, self._digest = version, digest_of(contents)
+        self.version, self._digest = version, digest_of(contents.encode())
         self._process.world.note(f"holds version {version}, {len(self._running)} samples go on")
         if not future.done():
             future.set_result(None)

@@ -28,7 +28,7 @@ from actors.reward.config import RewardConfig
 from actors.rollout.actor import RolloutWorker
 from actors.rollout.config import RolloutConfig
 from actors.trainer.actor import Trainer
-from actors.trainer.config import TrainerConfig
+from actors.trainer.config import PublishConfig, TrainerConfig
 from bus.memory import MemoryBus
 from bus.port import BusFull, BusUnavailable, Entry, Fenced
 from bus.table import LEASES
@@ -41,13 +41,13 @@ from ops.sim.fakes import (
     FakePool,
     FakeTokenizer,
     MemoryCheckpoints,
-    MemoryStore,
     row_of,
 )
 from ops.sim.loop import Deadlock
 from ops.sim.nemesis import Nemesis
 from ops.sim.network import SimBus
 from ops.sim.scenario import Scenario, kind_of
+from ops.sim.weights import MemoryWeights, MemoryWriter
 from ops.sim.world import RUN, Process, Violation, World
 from schemas import Control, UserError
 
@@ -278,13 +278,14 @@ class _Launcher:
                 on_update=scenario.on_update,
                 partial_every=scenario.partial_every,
             )
-            return RolloutWorker(
-                bus, rollout, FakeEngine(process, disk), FakeTokenizer(), (), MemoryStore(process, disk), name
-            )
+            weights = MemoryWeights(process, disk, bus)
+            engine = FakeEngine(process, disk, weights.made)
+            return RolloutWorker(bus, rollout, engine, FakeTokenizer(), (), weights, name)
         trainer = TrainerConfig(
             checkpoint_every=scenario.checkpoint_every,
             keep_checkpoints=scenario.keep_checkpoints,
             keep_versions=scenario.keep_versions,
+            publish=PublishConfig(overlap=scenario.overlap),
         )
         learner = FakeLearner(process, disk)
         return Trainer(
@@ -294,7 +295,7 @@ class _Launcher:
             learner,
             learner.tensors,
             learner.export,
-            MemoryStore(process, disk),
+            MemoryWriter(process, disk, scenario.full_every),
             MemoryCheckpoints(process, disk, scenario.keep_checkpoints),
             name,
         )

@@ -81,6 +81,8 @@ class Scenario:
     checkpoint_every: int = 2
     keep_checkpoints: int = 2
     keep_versions: int = 2
+    full_every: int = 2  # versions of which one is published in full
+    overlap: bool = True  # publishing with the next step
     workers: int = 2
     rewarders: int = 1
     controllers: int = 1
@@ -157,6 +159,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     dice = Dice(seed)
     recipe, speed, faults = dice("scenario/recipe"), dice("scenario/speed"), dice("scenario/faults")
+    weights = dice("scenario/weights")
     group_size = recipe.choice((1, 2, 2, 3, 4))
     scenario = Scenario(
         seed=seed,
@@ -176,6 +179,8 @@ def draw(seed: int) -> Scenario:
         checkpoint_every=recipe.randint(1, 4),
         keep_checkpoints=recipe.randint(1, 3),
         keep_versions=recipe.randint(1, 4),
+        full_every=weights.choice((1, 2, 3, 5)),
+        overlap=weights.random() < 0.7,
         workers=recipe.choice((1, 1, 2, 2, 3, 4)),
         rewarders=recipe.choice((1, 1, 2)),
         controllers=recipe.choice((1, 2, 2)),

@@ -40,6 +40,8 @@ SMALLER: Final[dict[str, tuple[Any, ...]]] = {
     "checkpoint_every": (2,),
     "keep_checkpoints": (2,),
     "keep_versions": (2,),
+    "full_every": (1, 2),
+    "overlap": (False, True),
     "dedupe_window_s": (120.0,),
     "deadline_s": (120.0,),
     "token_s": (0.03,),

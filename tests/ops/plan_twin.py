@@ -22,16 +22,16 @@ from actors.rollout.actor import RolloutWorker
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import EngineStats, Generation, Request
 from actors.trainer.actor import Trainer
-from actors.trainer.config import TrainerConfig
+from actors.trainer.config import PublishConfig, TrainerConfig
 from actors.trainer.samples import TrainSample
 from bus.memory import MemoryBus, MemoryHub
 from bus.table import STEPS
-from bus.weights import WeightFile
+from bus.weights import Local, Snapshot
 from ops.plan.cluster import Workload
 from ops.plan.engine import Job, ModelEngine
 from ops.plan.speeds import Speeds
 from ops.sim.loop import VirtualLoop, run_virtual
-from schemas import StepDone, parse_sample_id
+from schemas import StepDone, WeightVersion, parse_sample_id
 
 T = TypeVar("T")
 CHILDREN = 64
@@ -144,7 +144,7 @@ class TwinEngine:
 
 @dataclasses.dataclass
 class TwinRest:
-    """Tokenizer, reward pool, learner, store and checkpoints in one."""
+    """Tokenizer, reward pool, learner and checkpoints in one."""
 
     speeds: Speeds
     workload: Workload
@@ -183,21 +183,38 @@ class TwinRest:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightFile:
-        self.loop.owed_s = self.speeds.publish_s if version else 0.0
-        return WeightFile(version, f"v{version}", DIGEST, 1)
-
-    def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
-        return []
-
-    def verify(self, weight_file: WeightFile) -> Path:
-        return Path(weight_file.path)
-
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         pass
 
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:
         return None
+
+    def steps(self) -> set[int]:
+        return set()
+
+
+@dataclasses.dataclass
+class TwinWeights:
+    """Writer and reader of weights that are nothing but their version."""
+
+    speeds: Speeds
+    loop: TwinLoop
+
+    def snapshot(self, version: int, weights: Mapping[str, Any]) -> Snapshot:
+        return Snapshot(version, b"")
+
+    def publish(self, snapshot: Snapshot, before: Snapshot | None = None) -> WeightVersion:
+        self.loop.owed_s = self.speeds.publish_s if snapshot.version else 0.0
+        return WeightVersion(version=snapshot.version, path=f"v{snapshot.version}", digest=DIGEST, nbytes=1)
+
+    def collect(self, keep_from_version: int, keep: set[int]) -> list[int]:
+        return []
+
+    async def fetch(self, event: WeightVersion) -> Local:
+        return Local(Path(event.path))
+
+    def close(self) -> None:
+        pass
 
 
 def run_twin(
@@ -242,13 +259,15 @@ async def _run(
     await bus().setup()
     stop = asyncio.Event()
     rollout = RolloutConfig(slots=speeds.slots, on_update=workload.on_update)
+    weights = TwinWeights(speeds, loop)
     actors: list[Any] = [
-        RolloutWorker(bus(), rollout, TwinEngine(speeds, workload, seed, loop), rest, (), rest, f"rollout-{number}")
+        RolloutWorker(bus(), rollout, TwinEngine(speeds, workload, seed, loop), rest, (), weights, f"rollout-{number}")
         for number in range(engines)
     ]
     actors.append(RewardWorker(bus(), RewardConfig(children=CHILDREN), rest, "reward-0"))
     actors.append(Controller(bus(), workload.controller, planned, seed, lambda group_id: {"prompt": "p"}))
-    actors.append(Trainer(bus(), TrainerConfig(), planned, rest, dict, lambda: None, rest, rest))
+    trainer = TrainerConfig(publish=PublishConfig(overlap=False))  # as the cluster model has it
+    actors.append(Trainer(bus(), trainer, planned, rest, dict, lambda: None, weights, rest))
     tasks = [asyncio.create_task(actor.run(stop)) for actor in actors]
     out = []
     async with asyncio.timeout(VIRTUAL_S_MAX):
@@ -259,6 +278,7 @@ async def _run(
             out.append((entry.time_s, ages, int(message.metrics["stale_masked_tokens"])))
             if len(out) == steps:
                 break
+    stop.set()  # in Python 3.11 `wait_for` may swallow a cancellation
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

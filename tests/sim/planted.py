@@ -192,15 +192,15 @@ BUGS = (
     ),
     Bug(
         "versions are not fenced",
-        "actors.trainer.actor:Trainer._publish_weights",
-        "await self.bus.publish_fenced([event], self.version)",
-        "await self.bus.publish(event)",
+        "actors.trainer.publisher:Publisher._announce_version",
+        "await self._bus.publish_fenced([event], event.version)",
+        "await self._bus.publish(event)",
     ),
     Bug(
         "steps are not fenced",
-        "actors.trainer.actor:Trainer._step",
-        "await self.bus.publish_fenced([done], done.step)",
-        "await self.bus.publish(done)",
+        "actors.trainer.publisher:Publisher._announce",
+        "await self._bus.publish_fenced([done], done.step)",
+        "await self._bus.publish(done)",
     ),
 )
 
