@@ -23,7 +23,7 @@ from rich.text import Text
 
 from bus.table import BATCHES, ROLLOUTS, SCORED
 from bus.weights import WeightsError
-from bus.weights.tensors import load
+from bus.weights.tensors import load_whole
 from ops.console import open_console, tell_damage
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.mismatch import Differences, Mismatch, Offender
@@ -224,13 +224,15 @@ async def _compare_kept(
     from ops.trained_model import load_learner
 
     assert isinstance(source, RunLog)
-    learner = await asyncio.to_thread(load_learner, history.recipe, initial)
+    without_adapters = history.recipe.trainer.model_copy(update={"lora": None})
+    recipe = history.recipe.model_copy(update={"trainer": without_adapters})
+    learner = await asyncio.to_thread(load_learner, recipe, initial)
     with contextlib.closing(kept_weights(source.folder, history.versions)) as reader:
         for version in versions:
             if stopped.is_set():
                 return
             local = await reader.fetch(history.versions[version])
-            learner.model.load_state_dict(await asyncio.to_thread(load, local.path))
+            learner.model.load_state_dict(await asyncio.to_thread(load_whole, local.path, local.base))
             await comparer.compare(version, learner)
             progress.show(version)
 

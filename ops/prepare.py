@@ -53,7 +53,7 @@ def _check_targets(source: str, targets: Sequence[str]) -> None:
     from actors.trainer.lora import resolve_targets
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))  # type: ignore[no-untyped-call]
     resolve_targets(model, targets)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bus.adapter import METADATA, Adapter
+from bus.adapter import METADATA, Adapter, read_adapter
 
 if TYPE_CHECKING:  # importing the bus stays light
     import torch
@@ -33,6 +33,14 @@ def load(path: Path) -> dict[str, "torch.Tensor"]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
         aliases: dict[str, str] = json.loads(file.metadata()[METADATA])["aliases"]
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+
+def load_whole(path: Path, base: Path | None = None) -> dict[str, "torch.Tensor"]:
+    """All weights of a version: those in a full file; with `base` those there, with the adapter at `path` merged.
+
+    Raises `bus.adapter.NotAnAdapter`.
+    """
+    return load(path) if base is None else read_adapter(path).over(load(base))
 
 
 def _untie(tensors: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
