@@ -76,8 +76,8 @@ def evaluator(bus: Bus, recipe: Recipe, folder: Path, name: str) -> Evaluator:
     from actors.reward.pool import RewardPool
     from actors.rollout.threaded import ThreadedEngine
     from actors.rollout.torch_engine import Decoder
-    from bus.weights import WeightStore
-    from ops.host import initial_model, weights_folder
+    from ops.host import initial_model
+    from ops.weights import reader_of
 
     path = str(initial_model(folder))
     return Evaluator(
@@ -87,7 +87,7 @@ def evaluator(bus: Bus, recipe: Recipe, folder: Path, name: str) -> Evaluator:
         held_out(recipe, path),
         ThreadedEngine(Decoder.from_pretrained(path, recipe.rollout, version=0)),
         RewardPool(recipe.reward, recipe.base),
-        Pins(folder / f"pins-{name}", WeightStore(weights_folder(folder)).verify),
+        Pins(folder / f"pins-{name}", reader_of(bus, folder)),
         name,
     )
 

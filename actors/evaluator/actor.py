@@ -19,7 +19,7 @@ import structlog
 from actors import clock
 from actors.evaluator.config import EvaluationConfig
 from actors.evaluator.held_out import HeldOut, Pool
-from actors.evaluator.pins import PinsPort
+from actors.evaluator.pins import Pins
 from actors.evaluator.schedule import Schedule
 from actors.gauges import Gauges
 from actors.rollout.engine import Engine, WeightsError
@@ -55,7 +55,7 @@ class Evaluator:
         held_out: HeldOut,
         engine: Engine,
         pool: RewardPoolPort,
-        pins: PinsPort,
+        pins: Pins,
         name: str,
     ) -> None:
         self.bus = bus
@@ -125,6 +125,7 @@ class Evaluator:
         finally:
             await self.engine.close()
             await self.pool.close()
+            self.pins.close()
 
     # ---- reading
 
@@ -155,7 +156,7 @@ class Evaluator:
             waiting = self.schedule.open[:1]
             if event.version in waiting and event.version != self._at_work:
                 with contextlib.suppress(BytesError):  # collected already: so a newer one is announced
-                    await asyncio.to_thread(self.pins.pin, event)
+                    await self.pins.pin(event)
                 await asyncio.to_thread(self.pins.keep_only, {event.version, self._at_work})
             self._news.set()
 
@@ -200,8 +201,8 @@ class Evaluator:
                 (entry,) = await self.bus.get(WEIGHTS, [version + 1])
                 event = entry.message()
                 assert isinstance(event, WeightVersion)
-                path = await asyncio.to_thread(self.pins.pin, event)
-                await self.engine.update(version, path)
+                files = await self.pins.pin(event)
+                await self.engine.update(version, files.path, files.base)
             evaluation = await self.held_out.evaluate(self.engine, self.pool, version, self.name)
         finally:
             self._at_work = -1

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from bus.weights import Local
 from schemas import WeightVersion
 
-_NAME = re.compile(r"v(\d+)\.safetensors")
+_NAME = re.compile(r"v(\d+)(?:\.base)?\.safetensors")
 
 
-class PinsPort(Protocol):
-    """Where an evaluator keeps versions; `Pins` is it."""
+class Weights(Protocol):
+    """How versions get here; `bus.weights.WeightReader` is it."""
 
-    def pin(self, event: WeightVersion) -> Path:
-        """The file of a version, which stays there from now on. Raises `bus.weights.WeightsError`."""
+    async def fetch(self, event: WeightVersion) -> Local:
+        """Where the version lies here, after its bytes were checked. Raises `bus.weights.WeightsError`."""
 
-    def keep_only(self, versions: set[int]) -> None:
-        """Give all other versions up."""
+    def close(self) -> None:
+        """No more versions are wanted."""
 
 
 class Pins:
-    """One evaluator's folder of full weights: hard links, which cost nothing and outlive the file that they are of.
+    """One evaluator's folder of weights: hard links, which cost nothing and outlive the files that they are of.
 
-    `fetch` tells where a version's file is, checked, or raises `bus.weights.WeightsError`. Where links cannot be made,
-    from one disk to another, the file is copied. An evaluator that was killed finds its pins again.
+    From one disk to another, where no link can be made, the file is copied. An evaluator that was killed finds its pins
+    again.
     """
 
-    def __init__(self, folder: Path, fetch: Callable[[WeightVersion], Path]) -> None:
+    def __init__(self, folder: Path, weights: Weights) -> None:
         self._folder = folder
-        self._fetch = fetch
+        self._weights = weights
 
-    def pin(self, event: WeightVersion) -> Path:
-        """See `PinsPort`. Pinning again changes nothing."""
+    async def pin(self, event: WeightVersion) -> Local:
+        """The version's files, which stay there from now on. Pinning again changes nothing.
+
+        Raises `bus.weights.WeightsError`.
+        """
         kept = self._folder / f"v{event.version:06d}.safetensors"
-        if kept.exists():
-            return kept
-        source = self._fetch(event)
+        base = self._folder / f"v{event.version:06d}.base.safetensors" if event.kind == "adapter" else None
+        if not kept.exists():  # it comes after its base
+            there = await self._weights.fetch(event)
+            if base is not None and there.base is not None:
+                await asyncio.to_thread(self._keep, there.base, base)
+            await asyncio.to_thread(self._keep, there.path, kept)
+        return Local(kept, base)
+
+    def _keep(self, source: Path, kept: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         aside = kept.with_suffix(".tmp")
         aside.unlink(missing_ok=True)
@@ -49,10 +59,9 @@ class Pins:
         except OSError:
             shutil.copyfile(source, aside)
         aside.rename(kept)
-        return kept
 
     def keep_only(self, versions: set[int]) -> None:
-        """See `PinsPort`. With nothing left the folder goes too."""
+        """Give all other versions up. With nothing left the folder goes too."""
         if not self._folder.is_dir():
             return
         for path in self._folder.iterdir():
@@ -61,3 +70,7 @@ class Pins:
                 path.unlink(missing_ok=True)
         if not versions:
             self._folder.rmdir()
+
+    def close(self) -> None:
+        """No more versions are wanted; what is pinned stays for whoever comes next."""
+        self._weights.close()
