@@ -256,8 +256,10 @@ def _controller(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
 def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     from actors.reward.actor import RewardWorker
     from actors.reward.pool import RewardPool
+    from ops.text import decoder_of
 
-    return RewardWorker(bus, recipe.reward, RewardPool(recipe.reward, recipe.base), name)
+    pool = RewardPool(recipe.reward, recipe.base, decoder_of(initial_model(spec.folder)))
+    return RewardWorker(bus, recipe.reward, pool, name)
 
 
 def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.trainer.actor import ages_of
 from actors.trainer.credit import assign
+from actors.trainer.process import verdicts_of
 from actors.trainer.samples import TrainSample, train_sample
 from bus.port import FROM_HEADER, REASON_HEADER, WAS_HEADER, Entry
 from bus.table import BATCHES, DEAD, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, Stream
@@ -24,6 +25,7 @@ from schemas import (
     Rollout,
     Scored,
     StepDone,
+    UserError,
     WeightVersion,
     parse_sample_id,
     sample_id,
@@ -179,14 +181,15 @@ async def _advantages(source: LogSource, batch: Batch, recipe: Recipe) -> dict[S
     samples: dict[Sample, TrainSample] = {}
     try:
         entries = await source.get(ROLLOUTS, batch.rollout_seqs.tolist())
-        for entry, reward in zip(entries, batch.rewards.tolist(), strict=True):
+        verdicts = await verdicts_of(source, batch, np.arange(len(entries)))
+        for entry, reward, scored in zip(entries, batch.rewards.tolist(), verdicts, strict=True):
             rollout = entry.message()
             if isinstance(rollout, Rollout) and len(rollout.tokens):
                 age = ages_of(rollout.segments, batch.step)
                 fresh = age <= batch.max_staleness
-                sample = train_sample(rollout, fresh, batch.step - age, reward)
+                sample = train_sample(rollout, fresh, batch.step - age, reward, scored)
                 samples[rollout.group_id, rollout.index] = sample
-    except (LookupError, MalformedMessage):
+    except (LookupError, MalformedMessage, UserError):
         return None
     ordered = sorted(samples.items(), key=lambda item: (item[1].group_id, item[1].sample_id))
     credit = assign([sample for _, sample in ordered], config, max_new_tokens=recipe.rollout.max_new_tokens)

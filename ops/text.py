@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ class HfTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"The tokenizer of {self._path} has no end-of-sequence token.", "Set its eos_token.")
         return int(self._tokenizer.eos_token_id)
+
+
+def decoder_of(path: Path) -> Callable[[], Callable[[Sequence[int]], str]]:
+    """Gives, once it is asked for, `HfTokenizer.decode` of the model in this folder; loaded at the first time."""
+    return cache(lambda: HfTokenizer(str(path)).decode)
 
 
 def visible(text: str) -> str:

@@ -259,6 +259,9 @@ class Scored(Sample):
 
     It refers to the rollout and does not repeat its tokens. `reward` is None unless the verdict is `scored`: a timeout
     or an error is never a 0. `parts` are named shares of the reward, for logs.
+
+    `token_rewards` float32[T] are process rewards, earned beside `reward`: that of a step at its last token. Those last
+    tokens are `step_ends` int32[K], ascending; empty if each token is rewarded by itself. Both are empty without.
     """
 
     TYPE: ClassVar[str] = "scored"
@@ -273,11 +276,18 @@ class Scored(Sample):
     detail: str = string(4000, "")
     seconds: float = number(0.0)
     worker: str = string(200, "")
+    token_rewards: FloatArray = array("<f4", ())
+    step_ends: IntArray = array("<i4", ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.reward is None) == (self.verdict == "scored"):
             raise MalformedMessage(f"scored: a verdict {self.verdict} cannot come with the reward {self.reward}")
+        rewarded, ends = len(self.token_rewards), self.step_ends
+        if rewarded not in (0, self.length) or (rewarded and self.reward is None):
+            raise MalformedMessage(f"scored.token_rewards are {rewarded} for {self.length} tokens, or without a reward")
+        if len(ends) and not (ends[0] >= 0 and ends[-1] < rewarded and (ends[1:] > ends[:-1]).all()):
+            raise MalformedMessage(f"scored.step_ends must ascend and lie within {rewarded} token_rewards")
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -313,7 +323,9 @@ class Batch(Message):
     The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
     ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very
     decision ended, as `[sample_id, reason, tokens]`. `seen` are statistics of all samples scored since the last batch.
-    `last_scored_s` is when the last verdict on its samples was stored, in Unix seconds; 0 in older logs.
+    `scored_seqs` int64[n] is where the verdicts of samples with process rewards are, 0 for the others; empty if no
+    sample has any. `last_scored_s` is when the last verdict on its samples was stored, in Unix seconds, 0 in older
+    logs.
     """
 
     TYPE: ClassVar[str] = "batch"
@@ -330,13 +342,15 @@ class Batch(Message):
     seen: dict[str, float] = numbers(())
     lengths: IntArray = array("<i4", ())
     last_scored_s: float = number(0.0)
+    scored_seqs: LongArray = array("<i8", ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not len(self.group_ids) == len(self.indices) == len(self.rollout_seqs) == len(self.rewards):
             raise MalformedMessage("batch: its arrays differ in length")
-        if len(self.lengths) not in (0, len(self.rewards)):
-            raise MalformedMessage("batch.lengths must hold a number for each sample, or none")
+        for name in ("lengths", "scored_seqs"):
+            if len(getattr(self, name)) not in (0, len(self.rewards)):
+                raise MalformedMessage(f"batch.{name} must hold a number for each sample, or none")
         if not isinstance(self.dropped, list) or not all(map(_is_dropped, self.dropped)):
             raise MalformedMessage("batch.dropped must be triples [sample_id, reason, tokens]")
 

@@ -27,7 +27,7 @@ NATS = {"bus/connection.py", "bus/jetstream.py", "bus/publish.py", "bus/pull.py"
 # Who may import torch when imported: the mathematics, the engine, and what the fork server loads for all children.
 TORCH = {
     "actors/rollout/kv_cache.py", "actors/rollout/load_weights.py", "actors/rollout/sampling.py",
-    "actors/rollout/torch_engine.py",
+    "actors/rollout/torch_engine.py", "actors/rollout/vllm_worker.py",
     "actors/trainer/checkpoint.py", "actors/trainer/corrections.py", "actors/trainer/critic.py",
     "actors/trainer/forward.py", "actors/trainer/kl.py", "actors/trainer/learner.py",
     "actors/trainer/losses/__init__.py", "actors/trainer/losses/base.py", "actors/trainer/losses/cispo.py",
@@ -42,7 +42,7 @@ LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
     "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py",
     "actors/trainer/gae.py", "actors/trainer/metrics.py", "actors/trainer/outline.py",
-    "actors/trainer/overlong.py", "actors/trainer/presets.py",
+    "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/process.py",
     "actors/trainer/ranks.py", "actors/trainer/samples.py", "actors/trainer/sections.py",
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "safetensors")

@@ -114,7 +114,7 @@ class ControllerCore:
             return
         if group.first_scored_seq is None:
             group.first_scored_seq = seq
-        answer = answer_of(scored, stored_s)
+        answer = answer_of(scored, seq, stored_s)
         if answer is not None:
             group.answers[scored.index] = answer
         elif scored.verdict != "scored":
@@ -242,6 +242,7 @@ class ControllerCore:
             self._seen.count(group)
             del self.live[group.group_id]
         answers = [group.answers[index] for group, index in rows]
+        scored_seqs = [answer.process_seq for answer in answers]
         return Batch(
             step=step,
             max_staleness=self.config.max_staleness,
@@ -256,6 +257,7 @@ class ControllerCore:
             seen=self._seen.means(),
             lengths=np.array([answer.prompt_length + answer.length for answer in answers], "<i4"),
             last_scored_s=max((answer.scored_s for answer in answers), default=0.0),
+            scored_seqs=np.array(scored_seqs if any(scored_seqs) else (), "<i8"),
         )
 
     def _marks(self) -> dict[str, float]:

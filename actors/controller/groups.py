@@ -18,6 +18,8 @@ class Answer:
     segments: Segments
     prompt_length: int = 0  # tokens
     scored_s: float = 0.0  # when the verdict was stored, Unix seconds by the broker's clock
+    process_seq: int = 0  # where the verdict is, if it has process rewards, which stay there; else 0
+    process_earned: bool = False  # whether one of them is not 0
     length: int = dataclasses.field(init=False)  # tokens in the response
     oldest: int | None = dataclasses.field(init=False)  # policy version among its tokens; None without tokens
     newest: int | None = dataclasses.field(init=False)
@@ -63,8 +65,10 @@ class Group:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all its rewards are equal, which teaches nothing."""
+        """Whether all its rewards are equal and nothing was earned on the way: then it teaches nothing."""
         rewards = [answer.reward for answer in self.answers.values()]
+        if any(answer.process_earned for answer in self.answers.values()):
+            return False
         return bool(rewards) and max(rewards) - min(rewards) < EQUAL_REWARDS
 
     def deadline(self, max_staleness: int) -> int:
@@ -90,8 +94,16 @@ class Group:
         return sorted(out)
 
 
-def answer_of(scored: Scored, stored_s: float = 0.0) -> Answer | None:
-    """The answer in a verdict that was stored at Unix second `stored_s`, None if it is no score."""
+def answer_of(scored: Scored, seq: int = 0, stored_s: float = 0.0) -> Answer | None:
+    """The answer in a verdict that was stored at `seq`, at Unix second `stored_s`; None if it is no score."""
     if scored.reward is None:
         return None
-    return Answer(scored.rollout_seq, scored.reward, scored.segments, scored.prompt_length, stored_s)
+    return Answer(
+        scored.rollout_seq,
+        scored.reward,
+        scored.segments,
+        scored.prompt_length,
+        stored_s,
+        process_seq=seq if len(scored.token_rewards) else 0,
+        process_earned=bool(scored.token_rewards.any()),
+    )

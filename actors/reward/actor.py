@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from actors.gauges import Gauges
 from actors.reward.config import RewardConfig
 from actors.reward.verdict import RewardRequest, Verdict
@@ -95,23 +97,7 @@ class RewardWorker:
                 break
             # As long as it never worked, blame the function and not the sample. It is asked again here: each time that
             # a message is handed back counts as a delivery, and of these it has not many.
-        return [
-            Scored(
-                group_id=message.group_id,
-                index=message.index,
-                group_size=message.group_size,
-                rollout_seq=delivery.entry.seq,
-                prompt_length=len(message.prompt_tokens),
-                segments=message.segments,
-                finish=message.finish,
-                verdict=verdict.status,
-                reward=verdict.reward,
-                parts=verdict.parts,
-                detail=verdict.detail[:4000],
-                seconds=verdict.seconds,
-                worker=self.name,
-            )
-        ]
+        return [scored_of(message, delivery.entry.seq, verdict, self.name)]
 
     async def _score(self, message: Rollout) -> Verdict:
         if self._in_flight == 0:
@@ -137,3 +123,24 @@ class RewardWorker:
 
     def _read_gauges(self) -> dict[str, Any]:
         return {"scored": self._scored, "failed": self._failed, "in_flight": self._in_flight}
+
+
+def scored_of(rollout: Rollout, seq: int, verdict: Verdict, worker: str = "") -> Scored:
+    """The message that tells a verdict on the rollout at `seq`."""
+    return Scored(
+        group_id=rollout.group_id,
+        index=rollout.index,
+        group_size=rollout.group_size,
+        rollout_seq=seq,
+        prompt_length=len(rollout.prompt_tokens),
+        segments=rollout.segments,
+        finish=rollout.finish,
+        verdict=verdict.status,
+        reward=verdict.reward,
+        parts=verdict.parts,
+        detail=verdict.detail[:4000],
+        seconds=verdict.seconds,
+        worker=worker,
+        token_rewards=np.array(verdict.token_rewards, "<f4"),
+        step_ends=np.array(verdict.step_ends, "<i4"),
+    )

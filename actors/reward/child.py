@@ -14,8 +14,6 @@ and 1 is the same as 2, so that neither a `print` nor a grandchild can touch the
 import contextlib
 import ctypes
 import inspect
-import math
-import numbers
 import os
 import signal
 import sys
@@ -35,6 +33,7 @@ from actors.reward.frames import (
     read_frame,
     unpack,
 )
+from actors.reward.steps import PROCESS_REWARDS, read_number, read_process_rewards
 from actors.reward.verifiers import BUILTINS
 from schemas.errors import UserError
 
@@ -72,30 +71,21 @@ def accepted_keywords(spec: str, function: Callable[..., Any]) -> list[str]:
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     """The reward and its named parts in what a function returned: a number, or a dict of numbers with a `reward`.
 
-    Raises `ValueError`, in words for the verdict's detail, for anything else, and for what is not finite.
+    Process rewards in the dict are left out, see `steps`. Raises `ValueError`, in words for the verdict's detail, for
+    anything else, and for what is not finite.
     """
     if not isinstance(value, Mapping):
-        return _number("the reward", value), {}
+        return read_number("the reward", value), {}
     if "reward" not in value:
         raise ValueError(f"the returned dict has no 'reward', only {list(value)[:8]}")
     if len(value) > PARTS_MAX:
         raise ValueError(f"the returned dict has {len(value)} entries, more than {PARTS_MAX}")
-    parts = {str(name)[:80]: _number(f"the part {str(name)[:80]!r}", part) for name, part in value.items()}
+    parts = {
+        str(name)[:80]: read_number(f"the part {str(name)[:80]!r}", part)
+        for name, part in value.items()
+        if name not in PROCESS_REWARDS
+    }
     return parts.pop("reward"), parts
-
-
-def _number(what: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"{what} is {type(value).__name__}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, not a finite number")
-    return number
 
 
 def answer(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
@@ -108,11 +98,13 @@ def answer(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
     seconds = time.perf_counter() - begin
     try:
         reward, parts = read_reward(value)
+        tokens, steps = read_process_rewards(value)
     except ValueError as error:
         return {"status": "invalid", "detail": str(error)[:DETAIL_CHARS_MAX], "seconds": seconds}
     except Exception as error:  # the value is an object of the user's
         return {"status": "invalid", "detail": _last_line(error), "seconds": seconds}
-    return {"status": "scored", "reward": reward, "parts": parts, "detail": "", "seconds": seconds}
+    scored = {"status": "scored", "reward": reward, "parts": parts, "detail": "", "seconds": seconds}
+    return scored | ({"token_rewards": tokens} if tokens is not None else {"steps": steps} if steps else {})
 
 
 def _last_line(error: BaseException) -> str:

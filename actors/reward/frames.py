@@ -11,7 +11,9 @@ import msgpack
 HEADER = struct.Struct(">I")
 REQUEST_BYTES_MAX = 64 << 20
 DETAIL_CHARS_MAX = 400
-REPLY_BYTES_MAX = 64 << 10  # a reply is a handful of numbers; a hostile one must not fill the parent's memory
+TOKENS_MAX = 1 << 20  # that a reply may reward
+STEPS_MAX = 4096
+REPLY_BYTES_MAX = (64 << 10) + 4 * TOKENS_MAX  # a few numbers and process rewards; it must not fill the parent's memory
 
 
 def pack(value: Any) -> bytes:

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from actors.reward.config import RewardConfig
 from actors.reward.frames import REQUEST_BYTES_MAX, pack
 from actors.reward.process import ChildLost, ChildSilent, RewardProcess
+from actors.reward.steps import Decode, place
 from actors.reward.verdict import RewardRequest, Verdict
 from schemas.errors import UserError
 
@@ -22,9 +24,14 @@ class RewardPool:
     """At most `config.children` processes, each started when first needed and asked one thing at a time.
 
     Further requests wait, in the order in which they came. `base` is the recipe's folder, where relative paths start.
+    `decoder` gives the model's decoding of tokens, which only a function that rewards steps by characters needs;
+    without it such rewards are left out, for those who have no use for them.
     """
 
-    def __init__(self, config: RewardConfig, base: Path | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, base: Path | None = None, decoder: Callable[[], Decode] | None = None
+    ) -> None:
+        self._decoder = decoder
         self._config = config
         self._base = base
         self._slots = asyncio.Semaphore(config.children)  # wakes its waiters in order
@@ -56,8 +63,26 @@ class RewardPool:
             while True:
                 attempt += 1
                 verdict = await self._attempt(request)
+                if verdict.token_rewards or verdict.steps:
+                    verdict = await asyncio.to_thread(self._placed, verdict, request)
                 if verdict.status in ("scored", "invalid") or attempt > self._config.retries:
                     return replace(verdict, attempts=attempt) if attempt > 1 else verdict
+
+    def _placed(self, verdict: Verdict, request: RewardRequest) -> Verdict:
+        """The verdict with its process rewards on the reply's tokens; invalid if they do not fit."""
+        tokens = request.tokens or ()
+        given = len(verdict.token_rewards)
+        try:
+            if not verdict.steps:
+                if given != len(tokens):
+                    raise ValueError(f"token_rewards has {given} numbers for {len(tokens)} tokens")
+                return verdict
+            if self._decoder is None:
+                return replace(verdict, steps=())
+            rewards, ends = place(verdict.steps, tokens, request.response, self._decoder())
+        except ValueError as error:
+            return Verdict("invalid", detail=str(error), seconds=verdict.seconds)
+        return replace(verdict, token_rewards=rewards, steps=(), step_ends=ends)
 
     async def close(self) -> None:
         """Kill all children, with whatever they are doing; requests not yet answered raise `PoolClosed`."""

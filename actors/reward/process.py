@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from actors.reward.frames import DETAIL_CHARS_MAX, HEADER, REPLY_BYTES_MAX, frame, unpack
+from actors.reward.steps import check_steps, read_float32
 from actors.reward.verdict import Verdict
 from schemas.errors import UserError
 
@@ -165,4 +166,15 @@ def _verdict(reply: dict[str, Any]) -> Verdict:
         or not finite(seconds)
     ):
         raise ValueError("a reply that is no verdict")
-    return Verdict(status, reward, parts, detail[:DETAIL_CHARS_MAX], seconds)
+    tokens, steps = reply.get("token_rewards", b""), reply.get("steps", [])
+    if not isinstance(tokens, bytes) or not isinstance(steps, list):
+        raise ValueError("process rewards that are none")
+    return Verdict(
+        status,
+        reward,
+        parts,
+        detail[:DETAIL_CHARS_MAX],
+        seconds,
+        token_rewards=read_float32(tokens),
+        steps=tuple(check_steps(steps)),
+    )

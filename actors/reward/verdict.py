@@ -57,3 +57,9 @@ class Verdict:
     """Wall seconds that the last attempt's call took."""
     attempts: int = 1
     """Calls made, retries included."""
+    token_rewards: tuple[float, ...] = ()
+    """Process rewards, one for each token of the reply, in float32; empty without."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """Rewards of steps, by the characters at which they end, as the function gave them; see `steps`."""
+    step_ends: tuple[int, ...] = ()
+    """The tokens at which the steps end that were rewarded; empty if each token is rewarded by itself."""

@@ -25,6 +25,7 @@ from actors.gauges import Gauges
 from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
 from actors.trainer.metrics import Wait, of_ages, of_times
+from actors.trainer.process import verdicts_of
 from actors.trainer.publisher import Publisher, WriterPort
 from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.samples import TrainSample, train_sample
@@ -237,8 +238,9 @@ class Trainer:
         samples: list[TrainSample] = []
         ages: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         masked = response_tokens = 0
-        for stored, group_id, index, reward in zip(
+        for stored, scored, group_id, index, reward in zip(
             entries,
+            await verdicts_of(self.bus, batch, share),
             batch.group_ids[share].tolist(),
             batch.indices[share].tolist(),
             batch.rewards[share].tolist(),
@@ -253,7 +255,7 @@ class Trainer:
             masked += int(len(age) - fresh.sum())
             ages.append(age[fresh])
             if len(age):
-                samples.append(train_sample(rollout, fresh, batch.step - age, reward))
+                samples.append(train_sample(rollout, fresh, batch.step - age, reward, scored))
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)
         return Loaded(
             batch,

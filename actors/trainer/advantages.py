@@ -40,11 +40,13 @@ def normalise(
     leave_one_out: bool = False,
     eps: float = 1e-5,
     unbiased: bool = True,
+    owners: npt.ArrayLike | None = None,
 ) -> Floats:
     """`(x − mean) / (std + eps)`, values [n], group_ids [n] -> float64 [n].
 
     `mean` none subtracts nothing, `std` none divides by 1. The standard deviation is taken around the mean chosen, over
-    n−1 values (`unbiased`) or n. `leave_one_out` compares each value with the mean of the others, (S − x)/(n − 1).
+    n−1 values (`unbiased`) or n. `leave_one_out` compares each value with the mean of the others, (S − x)/(n − 1); of
+    values that share one of the `owners` [n], as the steps of a sample do, with the mean of those of other owners.
     A group of one, or a group or batch whose values are all equal, has exactly 0 where its own mean is subtracted, and
     a group of one has 0 where its own std divides: neither says anything about its values.
 
@@ -60,7 +62,10 @@ def normalise(
     if std == "group":
         silent |= np.bincount(group)[group] == 1
 
-    deviation = x - _mean(x, _cells(mean, group), leave_one_out) if mean != "none" else x
+    deviation = x
+    if mean != "none":
+        others = None if not leave_one_out else np.arange(len(x)) if owners is None else _dense(owners)
+        deviation = x - _mean(x, _cells(mean, group), others)
     scale = 1.0 if std == "none" else _std(deviation, _cells(std, group), unbiased) + eps
     return np.where(silent, 0.0, deviation / scale)
 
@@ -82,10 +87,12 @@ def _cells(level: Level, group: Ids) -> Ids:
     return group if level == "group" else np.zeros_like(group)
 
 
-def _mean(x: Floats, cell: Ids, leave_one_out: bool) -> Floats:
+def _mean(x: Floats, cell: Ids, owner: Ids | None) -> Floats:
+    """Of the values of a cell, without those of the value's own owner if there are owners."""
     total, count = np.bincount(cell, weights=x)[cell], np.bincount(cell)[cell]
-    if leave_one_out:
-        return np.where(count > 1, (total - x) / np.maximum(count - 1, 1), x)
+    if owner is not None:
+        own, n = np.bincount(owner, weights=x)[owner], np.bincount(owner)[owner]
+        return np.where(count > n, (total - own) / np.maximum(count - n, 1), x)
     return total / count
 
 

@@ -1,7 +1,7 @@
 """Credit assignment: from the rewards of samples to the advantages of their trained tokens, in float64.
 
-penalise overlong answers → bias, scale, clip → normalise over samples → token rewards (KL, steps, the reward at the
-last token) → GAE → normalise over tokens. No torch.
+penalise overlong answers → bias, scale, clip → normalise over samples; normalise process rewards over steps → rewards
+of tokens (KL, steps, the reward at the last token) → GAE → normalise over tokens. No torch.
 
 Shapes: B samples; m_i = trained tokens of sample i, T_i = its response tokens.
 """
@@ -21,6 +21,7 @@ from actors.trainer.samples import TrainSample
 from schemas.errors import UserError
 
 Floats = npt.NDArray[np.float64]
+SEQUENCE_LOSSES = frozenset({"gspo"})  # of one advantage an answer
 AdvantageFunction = Callable[[Sequence[TrainSample], Floats], Any]
 
 
@@ -80,7 +81,10 @@ def assign(
 
     An answer that was cut has the critic's value behind its last token as its future; with `unfinished: no_reward` it
     loses its normalised reward. A reward at a masked token counts for the trained token before it.
+
+    Raises `UserError` if there are process rewards, and a loss that takes one advantage an answer.
     """
+    _check_process_rewards(samples, config)
     group_ids = np.array([s.group_id for s in samples], dtype=np.int64)
     rewards, final = adv.of_batch(raw_rewards(samples, config, max_new_tokens), group_ids, config)
     masks = [trained_mask(s, config) for s in samples]
@@ -96,6 +100,7 @@ def assign(
     rows = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]  # bool [B, M]: trained tokens side by side
     token_rewards = np.zeros(rows.shape)
     old_values = np.zeros(rows.shape)
+    of_steps = process_rewards(samples, config)
     for i, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
         n = lengths[i]
         if reference_kl is not None and n:
@@ -103,7 +108,7 @@ def assign(
         if sample.token_rewards is not None:
             places = np.cumsum(mask) - 1
             earned = places >= 0
-            np.add.at(token_rewards[i], places[earned], config.reward_scale * sample.token_rewards[earned])
+            np.add.at(token_rewards[i], places[earned], of_steps[i][earned])
         if n:
             token_rewards[i, n - 1] += final[i]
         if values is not None:
@@ -121,6 +126,54 @@ def assign(
             eps=section.eps,
         )
     return Credit(rewards, _cut(advantages, lengths), _cut(returns, lengths))
+
+
+def process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> list[Floats]:
+    """Process rewards, scaled and normalised as rewards of samples are, on the tokens where steps end: [T_i] each.
+
+    ```
+    r̃_j = (r_j − mean(R)) / (std(R) + eps),  R = rewards of all steps of all samples of the group, or of the batch
+    ```
+    `advantage.mean` and `.std` say of which, or that nothing is subtracted and divided by. With `leave_one_out` R is
+    without the sample's own steps for the mean. A step without a reward is one of reward 0. With γ = λ = 1 and no
+    critic the advantage of token t is then Σ of r̃_j over the steps that end at or after t: GRPO's process supervision.
+    Samples without process rewards have zeros, and no part in R.
+
+    Source: DeepSeekMath 2402.03300, §4.1.3.
+    """
+    out = [np.zeros(len(s.tokens)) for s in samples]
+    having = [i for i, s in enumerate(samples) if s.token_rewards is not None]
+    if not having:
+        return out
+    ends = [np.arange(len(s.tokens)) if s.step_ends is None else s.step_ends for s in samples]
+    values = np.concatenate([np.asarray(samples[i].token_rewards, np.float64)[ends[i]] for i in having])
+    owners = np.repeat(having, [len(ends[i]) for i in having])
+    how = config.advantage
+    normalised = adv.normalise(
+        config.reward_scale * values,
+        np.array([s.group_id for s in samples], dtype=np.int64)[owners],
+        mean=how.mean,
+        std=how.std,
+        leave_one_out=how.leave_one_out,
+        eps=how.eps,
+        owners=owners,
+    )
+    for i in having:
+        out[i][ends[i]] = normalised[owners == i]
+    return out
+
+
+def _check_process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> None:
+    if config.loss not in SEQUENCE_LOSSES or config.advantage.function is not None:
+        return
+    for sample in samples:
+        if sample.token_rewards is not None:
+            raise UserError(
+                f"Sample {sample.sample_id} has process rewards, and trainer.loss {config.loss} takes the mean "
+                "advantage of an answer for all its tokens: which step earned them would be lost.",
+                "Set trainer.loss to decoupled_ppo or another loss of tokens, or let the reward function return one "
+                "number; then continue with --resume.",
+            )
 
 
 def _cut(rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, ...]:

@@ -18,7 +18,7 @@ from actors.trainer.credit import Credit
 from actors.trainer.samples import TrainSample
 
 Unit = Literal["", "tokens", "samples", "groups", "steps", "versions", "nats", "s", "CPU s", "tokens/s", "Unix s"]
-When = Literal["", "with a critic", "with a reference", "if engine_tokens is not 0"]
+When = Literal["", "with process rewards", "with a critic", "with a reference", "if engine_tokens is not 0"]
 
 
 def of_samples(samples: Sequence[TrainSample], credit: Credit, useful: npt.NDArray[np.bool_]) -> dict[str, float]:
@@ -33,7 +33,8 @@ def of_samples(samples: Sequence[TrainSample], credit: Credit, useful: npt.NDArr
     response = np.sort(np.array([len(s.tokens) for s in samples], dtype=np.int64))
     prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
     finished = sum(s.finish == "stop" for s in samples)
-    return {
+    earned = [float(s.token_rewards.sum(dtype=np.float64)) for s in samples if s.token_rewards is not None]
+    return ({"process_reward_mean": sum(earned) / len(samples)} if earned else {}) | {
         "reward_mean": _mean(rewards),
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "reward_min": float(rewards.min(initial=np.inf)) if len(rewards) else 0.0,
@@ -128,6 +129,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward_std", "", "standard deviation, over n", _SAMPLES),
         Metric("reward_min", "", "least", _SAMPLES),
         Metric("reward_max", "", "largest", _SAMPLES),
+        Metric("process_reward_mean", "", "mean of each sample's sum of process rewards", _SAMPLES,
+               "with process rewards"),
         Metric("zero_variance_groups", "groups", "groups whose shaped rewards are all equal", "groups of the batch"),
         Metric("seen/", "", "the controller's account: samples, reward, response_length, response_length_max, "
                "zero_variance_groups, dropped/REASON", "samples that ended since the last batch, filtered ones too"),

@@ -64,6 +64,7 @@ def _outline(sample: TrainSample, whole: bool) -> dict[str, Any]:
         "reward": sample.reward,
         "finish": sample.finish,
         "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes(),
+        "step_ends": None if sample.step_ends is None else sample.step_ends.astype(np.int32).tobytes(),
         "whole": [
             sample.prompt_tokens.astype(np.int32).tobytes(),
             sample.tokens.astype(np.int32).tobytes(),
@@ -96,6 +97,7 @@ def _sample(fields: dict[str, Any]) -> TrainSample:
         finish=fields["finish"],
         versions=versions,
         token_rewards=None if rewards is None else np.frombuffer(rewards, np.float32),
+        step_ends=_ints(fields["step_ends"]),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from schemas import Rollout
+from schemas import Rollout, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class TrainSample:
     finish: Literal["stop", "length"] = "stop"  # length: the answer was cut
     versions: npt.NDArray[np.int32] | None = None  # [T], the policy version of each token; −1: no policy made it
     token_rewards: npt.NDArray[np.float32] | None = None  # [T], beside `reward`; a step's reward at its last token
+    step_ends: npt.NDArray[np.int32] | None = None  # [K], the last tokens of steps, ascending; None: of each token
 
     def __post_init__(self) -> None:
         T = len(self.tokens)
@@ -41,6 +42,8 @@ class TrainSample:
                 raise ValueError(f"sample {self.sample_id}: {T} tokens, but {len(extra)} {name}")
         if self.token_rewards is not None and not np.isfinite(self.token_rewards).all():
             raise ValueError(f"sample {self.sample_id}: token_rewards are not finite; drop it before training")
+        if self.step_ends is not None and (self.token_rewards is None or not set(self.step_ends) <= set(range(T))):
+            raise ValueError(f"sample {self.sample_id}: step_ends must be of its {T} tokens, and have token_rewards")
         if T == 0 or len(self.prompt_tokens) == 0:
             raise ValueError(f"sample {self.sample_id}: prompt and response must hold at least one token each")
         if not np.isfinite(self.reward):
@@ -53,9 +56,16 @@ class TrainSample:
 
 
 def train_sample(
-    rollout: Rollout, loss_mask: npt.NDArray[np.bool_], versions: npt.NDArray[Any], reward: float
+    rollout: Rollout,
+    loss_mask: npt.NDArray[np.bool_],
+    versions: npt.NDArray[Any],
+    reward: float,
+    scored: Scored | None = None,
 ) -> TrainSample:
-    """A rollout with at least one token as a sample; `loss_mask` and `versions` are [T]."""
+    """A rollout with at least one token as a sample; `loss_mask` and `versions` are [T].
+
+    `scored` is its verdict, if that has process rewards.
+    """
     return TrainSample(
         sample_id=f"{rollout.group_id}-{rollout.index:06d}",  # sorts by index
         group_id=rollout.group_id,
@@ -66,4 +76,6 @@ def train_sample(
         reward=reward,
         finish=rollout.finish,
         versions=versions.astype(np.int32),
+        token_rewards=None if scored is None else scored.token_rewards,
+        step_ends=None if scored is None or not len(scored.step_ends) else scored.step_ends,
     )

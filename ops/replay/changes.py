@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from bus.table import ROLLOUTS
 from ops.log_source import LogSource
 from ops.recipe import Recipe
 from ops.replay.history import History, Phase
-from schemas import Batch, Rollout, UserError
+from schemas import Batch, Rollout, Scored, UserError
 
 if TYPE_CHECKING:
     from actors.reward.pool import RewardPool
@@ -106,15 +106,16 @@ class Rebatcher:
         self._max_staleness = max_staleness
         self._pool = pool
 
-    async def __call__(self, batch: Batch) -> Batch:
-        """The batch to train."""
+    async def __call__(self, batch: Batch) -> tuple[Batch, Mapping[int, Scored]]:
+        """The batch to train, and the new verdicts with process rewards, by the sequences under which it names them."""
         if batch.step < self._start:
-            return batch
+            return batch, {}
         if self._max_staleness is not None:
             batch = dataclasses.replace(batch, max_staleness=self._max_staleness)
-        return batch if self._pool is None else await self._rescored(batch, self._pool)
+        return (batch, {}) if self._pool is None else await self._rescored(batch, self._pool)
 
-    async def _rescored(self, batch: Batch, pool: RewardPool) -> Batch:
+    async def _rescored(self, batch: Batch, pool: RewardPool) -> tuple[Batch, Mapping[int, Scored]]:
+        from actors.reward.actor import scored_of
         from ops.replay.rescore import score_again
 
         entries = await self._source.get(ROLLOUTS, batch.rollout_seqs.tolist())
@@ -126,8 +127,15 @@ class Rebatcher:
                 f"The reward gives no verdict on any sample of batch {batch.step}: {verdicts[0].detail}.", "Mend it."
             )
         self.left_out += len(verdicts) - len(kept)
-        return dataclasses.replace(
+        anew = {
+            seq: scored_of(rollouts[i], seq, verdicts[i])  # under the sequence of its rollout, which is its own as well
+            for i, seq in enumerate(batch.rollout_seqs.tolist())
+            if i in kept and verdicts[i].token_rewards
+        }
+        scored_seqs = [seq if seq in anew else 0 for seq in batch.rollout_seqs[kept].tolist()]
+        rescored = dataclasses.replace(
             batch,
+            scored_seqs=np.array(scored_seqs if anew else (), dtype=np.int64),
             group_ids=batch.group_ids[kept],
             indices=batch.indices[kept],
             rollout_seqs=batch.rollout_seqs[kept],
@@ -135,3 +143,4 @@ class Rebatcher:
             rewards=np.array([verdicts[i].reward for i in kept], dtype=np.float64),
             seen={name: value for name, value in batch.seen.items() if name != "reward"},
         )
+        return rescored, anew

@@ -63,7 +63,7 @@ async def main(target: str | None, overrides: Sequence[str], out: Path | None, c
         source = await stack.enter_async_context(open_log(target))
         recipe = changes.recipe(newest_recipe_of(source), source.run)
         stop = stack.enter_context(stopped_by_ctrl_c())
-        pool = await stack.enter_async_context(reward_pool(recipe))
+        pool = await stack.enter_async_context(reward_pool(recipe, source))
         try:
             lines = stack.enter_context(out.open("w", encoding="utf-8")) if out is not None else None
         except OSError as error:
@@ -105,6 +105,9 @@ def sentence(one: Rescored) -> str:
     """`12-3: reward 1 → reward 0, parts format 1 → 0.5, length 0.2`."""
     assert one.before is not None
     text = f"{one.sample_id}: {_told(one.before)} → {_told(one.after)}"
+    if one.changed_process:
+        sums = [sum(verdict.token_rewards) for verdict in (one.before, one.after)]
+        text += f", process rewards that sum up to {sums[0]:g} → {sums[1]:g}"
     if one.after.parts:
         text += f", parts {_parts(one.before.parts, one.after.parts)}"
     if one.after.detail and one.after.status != "scored":

@@ -171,7 +171,7 @@ async def replay_log(
         if rescore:
             from ops.replay.rescore import reward_pool
 
-            pool = await stack.enter_async_context(reward_pool(phases[-1].recipe))
+            pool = await stack.enter_async_context(reward_pool(phases[-1].recipe, source))
         bound = phases[-1].recipe.controller.max_staleness if changes.max_staleness else None
         rebatch = Rebatcher(source, start, bound, pool)
         phases, checkpoint = await asyncio.to_thread(phases_from, source, phases, start)

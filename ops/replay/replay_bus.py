@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from bus.memory import MemoryBus, MemoryHub
-from bus.port import Entry
-from bus.table import BATCHES, ROLLOUTS, WEIGHTS, Stream
+from bus.port import Entry, headers_of, key_of
+from bus.table import BATCHES, ROLLOUTS, SCORED, WEIGHTS, Stream
 from ops.log_source import LogSource
-from schemas import Batch, MalformedMessage, Message, StepDone, UserError, WeightVersion, encode
+from schemas import Batch, MalformedMessage, Message, Scored, StepDone, UserError, WeightVersion, encode
 
 RANGE = "Replay up to the step before it with --to, or take an undamaged copy of the recording."
 OnVersion: TypeAlias = Callable[[WeightVersion], Awaitable[None]]
 OnStep: TypeAlias = Callable[[StepDone], Awaitable[None]]
-Rebatch: TypeAlias = Callable[[Batch], Awaitable[Batch]]
+Rebatch: TypeAlias = Callable[[Batch], Awaitable[tuple[Batch, Mapping[int, Scored]]]]
 
 
-async def as_recorded(batch: Batch) -> Batch:
-    """The batch, unchanged."""
-    return batch
+async def as_recorded(batch: Batch) -> tuple[Batch, Mapping[int, Scored]]:
+    """The batch, unchanged, and no verdict of its own."""
+    return batch, {}
 
 
 class ReplayBus(MemoryBus):
@@ -40,6 +40,7 @@ class ReplayBus(MemoryBus):
         self._on_version = on_version
         self._on_step = on_step
         self._rebatch = rebatch
+        self._scored: Mapping[int, Scored] = {}  # new verdicts of the batch in hand, by sequence
 
     async def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
         """The recorded batches; never ends, as no stream does."""
@@ -50,17 +51,20 @@ class ReplayBus(MemoryBus):
             except MalformedMessage as error:
                 raise _unreadable(entry, error) from None
             assert isinstance(batch, Batch)
-            changed = await self._rebatch(batch)
+            changed, self._scored = await self._rebatch(batch)
             yield entry if changed is batch else replace(entry, data=encode(changed))
         await asyncio.Event().wait()
 
     async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
-        """The recorded rollouts at these sequences. Raises `UserError`."""
-        assert stream is ROLLOUTS, f"a trainer gets rollouts, not {stream.name}"
+        """The recorded rollouts, or the verdicts, recorded or given anew. Raises `UserError`."""
+        assert stream in (ROLLOUTS, SCORED), f"a trainer gets rollouts and verdicts, not {stream.name}"
+        if stream is SCORED and self._scored:
+            anew = [(seq, self._scored[seq]) for seq in seqs]
+            return [Entry(stream, seq, key_of(one), headers_of(self.run, one), encode(one)) for seq, one in anew]
         try:
             entries = await self._source.get(stream, seqs)
         except LookupError as error:
-            raise UserError(f"A batch names a rollout that is not in the log: {error}.", RANGE) from None
+            raise UserError(f"A batch names {stream.name} that are not in the log: {error}.", RANGE) from None
         for entry in entries:
             try:
                 entry.message()

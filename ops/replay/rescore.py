@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
+from pathlib import Path
 
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
 from bus.port import Entry
 from bus.table import ROLLOUTS, SCORED
-from ops.log_source import LogSource
+from ops.log_source import LogSource, initial_model_of
 from ops.recipe import Recipe
+from ops.text import decoder_of
 from schemas import MalformedMessage, Rollout, Scored
 
 WINDOW = 64  # rollouts read and scored together
@@ -29,11 +33,18 @@ class Rescored:
 
     @property
     def changed(self) -> bool:
-        """Whether status, reward or a part that both have differ. Without a recorded verdict there is no change."""
+        """Whether status, reward, process rewards or a part that both have differ. Without a recorded verdict there is
+        no change."""
         old, new = self.before, self.after
         if old is None:
             return False
-        return (old.status, old.reward) != (new.status, new.reward) or bool(self.changed_parts)
+        return (old.status, old.reward) != (new.status, new.reward) or self.changed_process or bool(self.changed_parts)
+
+    @property
+    def changed_process(self) -> bool:
+        """Whether process rewards differ, or the steps that they are of."""
+        old, new = self.before, self.after
+        return old is not None and (old.token_rewards, old.step_ends) != (new.token_rewards, new.step_ends)
 
     @property
     def changed_parts(self) -> list[str]:
@@ -44,14 +55,17 @@ class Rescored:
 
 
 @contextlib.asynccontextmanager
-async def reward_pool(recipe: Recipe) -> AsyncIterator[RewardPool]:
-    """The recipe's reward function, ready to be asked. Raises `UserError` if it cannot be loaded."""
-    pool = RewardPool(recipe.reward, recipe.base)
-    try:
-        await pool.start()
-        yield pool
-    finally:
-        await pool.close()
+async def reward_pool(recipe: Recipe, source: LogSource) -> AsyncIterator[RewardPool]:
+    """The recipe's reward function, ready to be asked about rollouts of the log. Raises `UserError` if it cannot be
+    loaded."""
+    with tempfile.TemporaryDirectory() as aside:
+        decoder = cache(lambda: decoder_of(initial_model_of(source, Path(aside) / "initial"))())
+        pool = RewardPool(recipe.reward, recipe.base, decoder)
+        try:
+            await pool.start()
+            yield pool
+        finally:
+            await pool.close()
 
 
 async def score_again(pool: RewardPool, rollout: Rollout) -> Verdict:
@@ -113,4 +127,13 @@ async def _all(pool: RewardPool, entries: Sequence[Entry], verdicts: dict[int, S
 
 
 def _verdict_of(scored: Scored | None) -> Verdict | None:
-    return None if scored is None else Verdict(scored.verdict, scored.reward, dict(scored.parts), scored.detail)
+    if scored is None:
+        return None
+    return Verdict(
+        scored.verdict,
+        scored.reward,
+        dict(scored.parts),
+        scored.detail,
+        token_rewards=tuple(scored.token_rewards.tolist()),
+        step_ends=tuple(scored.step_ends.tolist()),
+    )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.trainer.aggregation import token_scales
 from actors.trainer.config import AdvantageConfig, KlConfig, OverlongConfig, TrainerConfig
 from actors.trainer.credit import Values, assign
+from schemas import UserError
 from tests.actors import naive_losses as naive
 from tests.actors.tiny_models import samples
 
@@ -30,6 +31,11 @@ def batches(draw):
     for s in plain:
         T = len(s.tokens)
         mask = rng.random(T) < 0.7
+        rewarded, in_steps = rng.random() < 0.5, rng.random() < 0.5
+        ends = np.flatnonzero(rng.random(T) < 0.4).astype(np.int32)
+        token_rewards = rng.normal(size=T).astype(np.float32)
+        if in_steps:
+            token_rewards = np.where(np.isin(np.arange(T), ends), np.round(token_rewards), 0).astype(np.float32)
         made.append(
             replace(
                 s,
@@ -37,7 +43,8 @@ def batches(draw):
                 reward=float(rng.choice([0.0, 0.5, 1.0])),
                 finish="length" if rng.random() < 0.4 else "stop",
                 versions=np.where(mask | (rng.random(T) < 0.5), 3, -1).astype(np.int32),
-                token_rewards=rng.normal(size=T).astype(np.float32) if rng.random() < 0.5 else None,
+                token_rewards=token_rewards if rewarded else None,
+                step_ends=ends if rewarded and in_steps else None,
             )
         )
     values = [rng.normal(size=int(s.loss_mask.sum())) for s in made]
@@ -45,15 +52,16 @@ def batches(draw):
     return made, Values(values, rng.normal(size=len(made))), penalties
 
 
-def normalised(values, groups, mean, std, leave_one_out, eps):
-    """One value after the other, by the definition."""
+def normalised(values, groups, mean, std, leave_one_out, eps, owners=None):
+    """One value after the other, by the definition; `owners` share in what is left out."""
+    owners = range(len(values)) if owners is None else owners
 
     def cell(level, i):
         return [j for j in range(len(values)) if level == "batch" or groups[j] == groups[i]]
 
     def centred(i):
-        compared = [values[j] for j in cell(mean, i) if j != i or not leave_one_out]
-        return values[i] - (np.mean(compared) if mean != "none" and compared else 0.0)
+        compared = [values[j] for j in cell(mean, i) if owners[j] != owners[i] or not leave_one_out]
+        return values[i] - (np.mean(compared or values[i]) if mean != "none" else 0.0)
 
     out = []
     for i in range(len(values)):
@@ -122,6 +130,17 @@ def test_advantages_are_those_of_the_steps_spelled_out(
         shaped.append(min(max((s.reward + penalty - 0.1) * 2, -1.5), 1.5))
     np.testing.assert_allclose(credit.rewards, shaped, atol=1e-9)
     of_samples = normalised(shaped, groups, mean, std, section.leave_one_out, section.eps)
+    steps = [
+        (i, int(t), 2.0 * float(s.token_rewards[t]))
+        for i, s in enumerate(made)
+        if s.token_rewards is not None
+        for t in (range(len(s.tokens)) if s.step_ends is None else s.step_ends)
+    ]
+    owners = [i for i, _, _ in steps]
+    of_steps = normalised(
+        [r for _, _, r in steps], [groups[i] for i in owners], mean, std, section.leave_one_out, section.eps, owners
+    )
+    process = {(i, t): r for (i, t, _), r in zip(steps, of_steps, strict=True)}
     rows, returns, of_groups = [], [], []
     for i, s in enumerate(made):
         mask = np.zeros_like(s.loss_mask) if unfinished == "mask" and s.finish == "length" else s.loss_mask
@@ -132,8 +151,8 @@ def test_advantages_are_those_of_the_steps_spelled_out(
         seen = 0
         for t in range(len(mask)):
             seen += int(mask[t])
-            if s.token_rewards is not None and seen:
-                rewards[seen - 1] += 2 * s.token_rewards[t]
+            if seen:
+                rewards[seen - 1] += process.get((i, t), 0.0)
         rewards -= coef * penalties[i]
         v = values.tokens[i] if with_critic else np.zeros(n)
         last = values.last[i] if with_critic and s.finish == "length" else 0.0
@@ -195,3 +214,44 @@ def test_a_reward_at_a_masked_token_counts_for_what_led_to_it():
     )
     config = TrainerConfig(advantage=AdvantageConfig(mean="none", std="none"), discount=0.5, lr=1e-2)
     np.testing.assert_allclose(assign([sample], config).advantages[0], [2 + 0.5 * 4, 4])
+
+
+def of_steps(name, reward, token_rewards, ends, group=0):
+    T = len(token_rewards)
+    return replace(
+        samples()[0],
+        sample_id=name,
+        group_id=group,
+        tokens=np.ones(T, np.int32),
+        behaviour_logprobs=np.zeros(T, np.float32),
+        loss_mask=np.ones(T, np.bool_),
+        reward=reward,
+        token_rewards=np.array(token_rewards, np.float32),
+        step_ends=np.array(ends, np.int32),
+    )
+
+
+def test_grpo_normalises_steps_within_the_group_and_sums_up_those_that_follow():
+    """DeepSeekMath §4.1.3 by hand: R = {1, 1, 0}, mean 2/3, std 1/√3 over n−1; a wrong step is one of reward 0."""
+    right, wrong = of_steps("a", 1.0, [0, 1, 0, 1], [1, 3]), of_steps("b", 1.0, [0, 0], [1])
+    other = of_steps("c", 1.0, [5, 7], [0, 1], group=1)  # of another group, and no part of R
+    credit = assign([right, wrong, other], TrainerConfig(lr=1e-2))
+    up, down = (1 / 3) * 3**0.5, (-2 / 3) * 3**0.5
+    np.testing.assert_allclose(credit.advantages[0], [2 * up, 2 * up, up, up], rtol=1e-4)
+    np.testing.assert_allclose(credit.advantages[1], [down, down], rtol=1e-4)
+    np.testing.assert_allclose(credit.advantages[2], [0, 0.5**0.5], rtol=1e-4, atol=1e-4)
+
+
+def test_rewards_of_steps_and_of_the_answer_add_up():
+    config = TrainerConfig(advantage=AdvantageConfig(mean="none", std="none"), lr=1e-2)
+    credit = assign([of_steps("a", 10.0, [0, 1, 0, 2], [1, 3])], config)
+    np.testing.assert_allclose(credit.advantages[0], [13, 13, 12, 12])
+
+
+def test_a_loss_of_whole_answers_refuses_rewards_of_steps():
+    """It would average away which step earned them, and nobody would be told."""
+    config = TrainerConfig(algorithm="gspo")
+    with pytest.raises(UserError, match="gspo takes the mean advantage") as told:
+        assign([of_steps("a", 1.0, [1], [0])], config)
+    assert "decoupled_ppo" in told.value.remedy
+    assign([replace(of_steps("a", 1.0, [1], [0]), token_rewards=None, step_ends=None)], config)

@@ -1,0 +1,54 @@
+"""Process rewards, as a trainer rank fetches them: from the verdicts that a batch names. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.port import Entry
+from bus.table import SCORED, Stream
+from schemas import Batch, Scored, UserError, sample_id
+
+
+class Log(Protocol):
+    """What entries are fetched from: a bus, or a log that is only read."""
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        """The entries at these sequences, in this order. Raises `LookupError` if one is not there."""
+
+
+async def verdicts_of(log: Log, batch: Batch, share: npt.NDArray[np.int64]) -> list[Scored | None]:
+    """The verdict with process rewards of each sample of this rank's `share`, None for those without.
+
+    Raises `UserError` if the log does not hold what the batch names.
+    """
+    out: list[Scored | None] = [None] * len(share)
+    if not len(batch.scored_seqs):
+        return out
+    having: npt.NDArray[Any] = np.flatnonzero(batch.scored_seqs[share])
+    try:
+        entries = await log.get(SCORED, batch.scored_seqs[share[having]].tolist())
+    except LookupError as error:
+        raise UserError(
+            f"Batch {batch.step} names a verdict that the log no longer holds: {error}.",
+            "The log was purged beyond the newest checkpoint; start a new run from the exported model.",
+        ) from error
+    for place, entry in zip(having.tolist(), entries, strict=True):
+        scored, i = entry.message(), int(share[place])
+        sample = int(batch.group_ids[i]), int(batch.indices[i])
+        if (
+            not isinstance(scored, Scored)
+            or (scored.group_id, scored.index) != sample
+            or scored.rollout_seq != batch.rollout_seqs[i]
+            or not len(scored.token_rewards)
+        ):
+            raise UserError(
+                f"Batch {batch.step} names verdict {entry.seq} for the process rewards of {sample_id(*sample)}; it has "
+                "none.",
+                "The log is damaged; `rollstream audit` tells more.",
+            )
+        out[place] = scored
+    return out
