@@ -223,7 +223,7 @@ def _flow_panel(view: RunView, now_s: float, width: int) -> Panel:
         return _number(view.gauge(role, name, now_s), 0)
 
     stages = (
-        ("admitted groups", f"{count('controller', 'live_groups')} of {count('controller', 'group_limit')}"),
+        ("groups in flight", f"{count('controller', 'in_flight_groups')} of {count('controller', 'group_limit')}"),
         ("generating", f"{count('rollout', 'running')} + {count('rollout', 'waiting')} waiting"),
         ("scoring", count("reward", "in_flight")),
         ("ready groups", count("controller", "ready_groups")),

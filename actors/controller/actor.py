@@ -282,6 +282,7 @@ class Controller:
         return {
             "active": True,
             "live_groups": len(core.live),
+            "in_flight_groups": core.in_flight,
             "ready_groups": core.ready_groups,
             "group_limit": core.pace.limit,
             "group_bound": core.bound,

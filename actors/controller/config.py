@@ -23,3 +23,10 @@ class ControllerConfig(Config):
         "none", description="zero_variance: groups whose rewards are all equal are dropped and refilled at once"
     )
     pace: bool = Field(True, description="admit only as much as the trainer uses, instead of filling up to the bound")
+    pace_age: float = Field(
+        1.25,
+        gt=0,
+        le=1024,
+        description="mean age of trained tokens, in versions, at which pace aims; more keeps workers busier where "
+        "answers are long-tailed or rewards slow",
+    )

@@ -13,6 +13,7 @@ import numpy as np
 from actors.controller.batcher import Selection, select
 from actors.controller.config import ControllerConfig
 from actors.controller.groups import Group, answer_of
+from actors.controller.pace import Formed, Pace, age_and_discarded
 from schemas import Batch, Dropped, DropReason, Scored, sample_id
 
 
@@ -41,40 +42,14 @@ class Decision:
         return self.batch is not None or bool(self.drops) or bool(self.admissions)
 
 
-class Pace:
-    """How many groups to keep live: enough that nobody waits for work, no more, since what waits grows stale.
-
-    Others measured that a pipeline filled to the bound sits at the bound and throws tokens away, and that one paced by
-    the trainer sits near staleness 1. Additive, decided at each batch. Up if the trainer had to wait while workers had
-    nothing left to begin with; if they had, generation is what limits, and more prompts would only lie there. Down if
-    a whole batch is left over, or if half a batch of prompts lies unbegun.
-    """
-
-    def __init__(self, config: ControllerConfig) -> None:
-        self.low = config.batch_groups
-        self.high = (config.max_staleness + 1) * config.batch_groups
-        self.step = max(1, config.batch_groups // 8)
-        self.limit = min(2 * self.low, self.high) if config.pace else self.high
-        self.fixed = not config.pace
-        self._enough_unbegun = max(1, config.batch_groups * config.group_size // 2)
-
-    def batch_formed(self, trainer_waited: bool, ready_left: int, unbegun: int) -> None:
-        """Adapt after a batch: `ready_left` complete groups remain, `unbegun` prompts were taken by no worker yet."""
-        if self.fixed:
-            return
-        if ready_left >= self.low or unbegun > self._enough_unbegun:
-            self.limit = max(self.low, self.limit - self.step)
-        elif trainer_waited and unbegun == 0:
-            self.limit = min(self.high, self.limit + self.step)
-
-
 class ControllerCore:
     """State of the run as the log tells it. Live groups are those admitted and neither trained nor dropped."""
 
     def __init__(self, config: ControllerConfig, steps: int, last_batch: Batch | None = None) -> None:
         self.config = config
         self.steps = steps
-        self.pace = Pace(config)
+        goal = config.pace_age if config.pace else None
+        self.pace = Pace(config.batch_groups, config.group_size, config.max_staleness, goal)
         self.newest_version = -1  # no weights yet: nothing may be admitted
         self.next_step = last_batch.step + 1 if last_batch else 0
         self.next_group = last_batch.next_group if last_batch else 0
@@ -177,6 +152,12 @@ class ControllerCore:
         return min(ahead, self.steps) * self.config.batch_groups
 
     @property
+    def in_flight(self) -> int:
+        """Groups between their admission and the trainer: live ones, and those of batches that wait for it."""
+        waiting = max(0, self.next_step - 1 - max(0, self.newest_version))
+        return len(self.live) + waiting * self.config.batch_groups
+
+    @property
     def ready_groups(self) -> int:
         """Live groups whose samples are all scored or dropped."""
         return sum(group.complete for group in self.live.values())
@@ -201,7 +182,7 @@ class ControllerCore:
                 out.append(Admission(group.group_id, missing, group.min_version))
                 group.prompted.update(missing)
         trained = self.next_step * self.config.batch_groups
-        while not self.paused and len(self.live) < self.pace.limit and len(self.live) + trained < self.bound:
+        while not self.paused and self.in_flight < self.pace.limit and len(self.live) + trained < self.bound:
             group = Group(
                 self.next_group, self.config.group_size, self.newest_version, first_prompt_seq=self._read["prompts"] + 1
             )
@@ -223,11 +204,12 @@ class ControllerCore:
         if self._drops or not selection.groups:
             self._news = bool(self._drops)
             return None
+        formed = self._formed(step, selection)
         batch = self._batch(step, selection)
         self.next_step += 1
         self._drops.extend(drops_of(batch))
         self._seen = _Seen()
-        self.pace.batch_formed(self.newest_version >= step, self.ready_groups, self.unbegun_prompts)
+        self.pace.batch_formed(formed)
         return batch
 
     def _batch(self, step: int, selection: Selection) -> Batch:
@@ -258,6 +240,20 @@ class ControllerCore:
             lengths=np.array([answer.prompt_length + answer.length for answer in answers], "<i4"),
             last_scored_s=max((answer.scored_s for answer in answers), default=0.0),
             scored_seqs=np.array(scored_seqs if any(scored_seqs) else (), "<i8"),
+        )
+
+    def _formed(self, step: int, selection: Selection) -> Formed:
+        """What the pace goes by. Samples that were dropped for their age count all as too old."""
+        config = self.config
+        segments = [answer.segments for group in selection.groups for answer in group.answers.values()]
+        age, too_old = age_and_discarded(step, config.max_staleness, segments)
+        lost = self._seen.dropped.get("stale", 0)
+        return Formed(
+            age=age,
+            discarded=(too_old * len(segments) + lost) / max(1, len(segments) + lost),
+            trainer_waited=self.newest_version >= step,
+            ready_left=self.ready_groups - len(selection.groups),
+            unbegun=self.unbegun_prompts,
         )
 
     def _marks(self) -> dict[str, float]:

@@ -339,27 +339,6 @@ def test_equal_rewards_that_are_no_binary_fractions_have_no_variance() -> None:
     assert group.zero_variance
 
 
-def test_a_paced_pipeline_keeps_fewer_groups_live_until_the_trainer_has_to_wait() -> None:
-    """Filled to the bound, tokens would only wait and grow old."""
-    core = ControllerCore(config(max_staleness=8, batch_groups=8, pace=True), steps=100)
-    core.saw_weights(0)
-    assert core.decide().admissions
-    assert len(core.live) == 16
-    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=0)
-    assert core.pace.limit == 17
-    core.pace.batch_formed(trainer_waited=False, ready_left=8, unbegun=0)
-    assert core.pace.limit == 16
-
-
-def test_more_prompts_are_no_help_to_a_trainer_that_waits_for_busy_workers() -> None:
-    """Where generation is the bottleneck the queue must not fill up to the bound."""
-    core = ControllerCore(config(max_staleness=8, batch_groups=8, pace=True), steps=100)
-    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=1)
-    assert core.pace.limit == 16
-    core.pace.batch_formed(trainer_waited=True, ready_left=0, unbegun=9)
-    assert core.pace.limit == 15
-
-
 def test_a_verdict_on_a_group_of_another_controller_says_that_this_one_was_overtaken() -> None:
     """Ignored, it would lie before the marks of the next batch, and nobody would ever count it."""
     core = ControllerCore(config(), STEPS)
