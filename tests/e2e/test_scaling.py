@@ -73,9 +73,11 @@ def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(
     assert_sound(run.folder, STEPS)
 
 
-def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(launch: Callable[..., Launched]) -> None:
+def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(
+    launch: Callable[..., Launched], brake: Brake
+) -> None:
     """1 -> 3 -> 2, and 2 when the launcher comes back; who leaves hands over, nobody else is started again."""
-    run = launch(*SLOWLY, "rollout.slots=8")
+    run = launch(*brake.overrides, "rollout.slots=8")
     run.until_step(1)
     pids = [run.pid(name) for name in ACTORS]
     assert _scale(run, "rollout=3") == "rollout: 1 -> 3 on "
@@ -85,9 +87,10 @@ def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(launch: C
     assert _scale(run, "rollout=2") == "rollout: 2 as before on "
     assert [run.pid(name) for name in ACTORS] == pids
     run.kill_launcher()
-    resumed = launch(*SLOWLY, "rollout.slots=8", resume=True)
+    resumed = launch(*brake.overrides, "rollout.slots=8", resume=True)
     resumed.until("two workers", lambda: {"rollout-0", "rollout-1"} <= _processes(resumed))
     assert "rollout-2" not in _processes(resumed)
+    brake.release()
     assert resumed.ends() == 0, resumed.output
     assert_sound(run.folder, STEPS)
 
