@@ -171,7 +171,7 @@ class VllmEngine:
                 answer.take(made.token_ids, made.logprobs)
                 self._count(name, len(made.token_ids))
             if output.finished:
-                answer.stamped(made.weight_versions)
+                answer.stamped(vllm_versions.stamps(made))
                 if made.finish_reason in ("stop", "length"):
                     finish: Finish = made.finish_reason
                     return finish
@@ -268,6 +268,7 @@ class VllmEngine:
             if not refused:
                 await self._llm.update_weight_version(str(version))
                 self._version = version
+                await vllm_versions.outputs_arrived(self._llm, self.config.slots)
                 for answer in self._answers.values():
                     answer.updated(version)
                 log.debug("weights_probed", version=version, tensors=[outcome["probed"] for outcome in outcomes])

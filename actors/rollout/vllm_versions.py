@@ -1,12 +1,18 @@
-"""All that is known of particular vLLM versions: which are supported, how one is started, and what a CPU build needs.
+"""All that is known of particular vLLM versions: which are supported, how one is started, and what differs.
 
 The rest of the engine keeps to what every supported version has: `AsyncEngineArgs`, `AsyncLLM.from_engine_args`,
 `generate`, `abort`, `pause_generation(mode="keep")`, `resume_generation`, `collective_rpc` by name,
 `update_weight_version`, `check_health`, `shutdown`.
+
+| version | what differs |
+|---|---|
+| 0.31 | its core knows the weight version, but its outputs do not tell it: tokens are told apart by their arrival |
+| 0.32 | a finished output says which tokens were made under which version |
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
 import os
@@ -16,13 +22,15 @@ from typing import Any
 from actors.rollout.config import RolloutConfig
 from schemas import UserError
 
-SUPPORTED = ("0.32",)  # each is tested on a CPU
+SUPPORTED = ("0.31", "0.32")  # the tests pass with each, on a CPU
 INSTALL = (
     "On a GPU: pip install 'rollstream[vllm]'. On a CPU: pip install the list in tests/vllm/requirements.txt. "
     "Or use the built-in engine: rollout.engine=torch."
 )
 EXTENSION = "actors.rollout.vllm_worker.WeightLoader"
 OWNER = "ROLLSTREAM_ENGINE_OWNER"  # environment variable: the process that vLLM's processes must not outlive
+LOOP_TURNS = 4  # from vLLM's queue of outputs to the caller of `generate`
+OUTPUTS_A_TURN = 128  # that vLLM hands on before it lets others run
 CPU_KV_CACHE_GIB = 1.0
 CPU_BLOCK_TOKENS = 32  # its attention wants a multiple; the default of 128 would share little of a short prompt
 
@@ -98,6 +106,22 @@ def start(model: Path, config: RolloutConfig) -> Any:
             "See the fields of vllm.AsyncEngineArgs.",
         )
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
+
+
+def stamps(made: Any) -> list[Any] | None:
+    """Which tokens of a finished `CompletionOutput` are of which version, as its core says; None if it does not."""
+    return getattr(made, "weight_versions", None)
+
+
+async def outputs_arrived(llm: Any, slots: int) -> None:
+    """Return when all outputs that the core sent before it answered the last call are with their `generate` calls.
+
+    The answer to a call overtakes outputs that were sent before it, on their last steps through the loop.
+    """
+    while not llm.engine_core.outputs_queue.empty():
+        await asyncio.sleep(0)
+    for _ in range(LOOP_TURNS + slots // OUTPUTS_A_TURN):
+        await asyncio.sleep(0)
 
 
 def prepare_worker() -> None:

@@ -121,6 +121,7 @@ async def test_updates_interrupt_running_samples_between_tokens(served: Served, 
         kept = before[generation.sample_id]
         assert generation.tokens[: len(kept.tokens)] == kept.tokens
         assert generation.logprobs[: len(kept.tokens)] == kept.logprobs
+        assert runs(generation)[: len(kept.segments) - 1] == list(kept.segments[:-1])
         off = np.abs(np.array(generation.logprobs) - segment_logprobs(models, generation))
         first = generation.segments[0][1]
         assert off[:first].max() < TOLERANCE
