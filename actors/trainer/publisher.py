@@ -120,6 +120,6 @@ class Publisher:
         if stored.result_digest != snapshot.digest:
             raise Fenced(
                 f"version {snapshot.version} was published with digest {stored.result_digest}, but this trainer has "
-                f"computed {snapshot.digest}: another trainer is at work, training is not deterministic on this device, or the "
-                "number of ranks was changed after a crash, which only an orderly stop allows"
+                f"computed {snapshot.digest}: another trainer is at work, training is not deterministic on this "
+                "device, or the number of ranks was changed after a crash, which only an orderly stop allows"
             )

@@ -81,8 +81,8 @@ class Scenario:
     checkpoint_every: int = 2
     keep_checkpoints: int = 2
     keep_versions: int = 2
-    full_every: int = 2  # versions of which one is published in full
-    overlap: bool = True  # publishing with the next step
+    full_every: int = 1  # versions of which one is published in full
+    overlap: bool = False  # publishing with the next step
     workers: int = 2
     rewarders: int = 1
     controllers: int = 1
