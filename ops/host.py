@@ -66,6 +66,11 @@ class ProcessSpec:
         return "+".join(name for _, name in self.actors)
 
     @property
+    def optional(self) -> bool:
+        """Whether the run goes on as well without it."""
+        return all(role == "evaluator" for role, _ in self.actors)
+
+    @property
     def error_file(self) -> Path:
         """Where a process that ends by a `UserError` leaves it."""
         return self.folder / "logs" / f"{self.name}.error.json"

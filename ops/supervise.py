@@ -212,7 +212,7 @@ class Supervisor:
         """Return when all processes are done, or have ended while draining.
 
         Raises:
-            UserError: a process found something that only the user can mend, or dies again and again.
+            UserError: a process that is needed found something that only the user can mend, or dies again and again.
         """
         while not all(child.done for child in self._children.values()):
             await asyncio.sleep(WATCH_S)
@@ -246,21 +246,27 @@ class Supervisor:
             child.done = True
             return
         if status == EXIT_USER_ERROR:
-            child.done = True
-            raise child.spec.left_error()
+            self._fail(child, child.spec.left_error())
+            return
         lived_s = time.monotonic() - child.started_s
         how, wait_s = self._judge(child, status, lived_s)
         log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), crashes=child.crashes)
         if max(child.crashes, child.stillborn) >= FAILURES_MAX:
-            child.done = True
-            raise UserError(
-                f"{name} {how}, {FAILURES_MAX} times in a row.",
-                f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}."
-                if child.crashes >= FAILURES_MAX
-                else "It was killed from outside before it began to work: is there enough memory?",
-            )
+            words = f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}."
+            killed = "It was killed from outside before it began to work: is there enough memory?"
+            remedy = words if child.crashes >= FAILURES_MAX else killed
+            self._fail(child, UserError(f"{name} {how}, {FAILURES_MAX} times in a row.", remedy))
+            return
         self.note(f"{name} {how}; it is started again")
         child.restart_at_s = time.monotonic() + wait_s
+
+    def _fail(self, child: _Child, error: UserError) -> None:
+        """A process will not be started again. Raises the error, unless the others can do without it."""
+        child.done = True
+        if not child.spec.optional or all(other.spec.optional for other in self._children.values()):
+            raise error
+        log.warning("process_given_up", process=child.spec.name, reason=error.message)
+        self.note(f"{error.message} {error.remedy} The run goes on without it")
 
     def _judge(self, child: _Child, status: int, lived_s: float) -> tuple[str, float]:
         """How it ended, in words, and how long to wait before it is started again. Counts what is to end the run.

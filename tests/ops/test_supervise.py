@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ops import supervise
-from ops.host import EXIT_DONE, EXIT_STOPPED, ProcessSpec
+from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor
 from schemas import UserError
 
@@ -84,6 +84,30 @@ async def test_a_process_that_crashes_at_once_again_and_again_ends_the_run(
     assert not await watched.ends_with(status)
     with pytest.raises(UserError, match=f"trainer .*, {FAILURES_MAX} times in a row"):
         await watched.watching
+
+
+async def test_the_run_goes_on_without_an_evaluator_that_crashes_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for it. Alone, as `up` starts it, it has nothing to go on without it."""
+    watched = await Watched().start(monkeypatch)
+    trainer = watched.spawned[-1]
+    await watched.supervisor.start(ProcessSpec((("evaluator", "evaluator-0"),), "run", "", Path("run"), ""))
+    for _ in range(FAILURES_MAX - 1):
+        watched.beat()
+        assert await watched.ends_with(1)
+    watched.spawned[-1].exitcode = 1
+    await asyncio.sleep(0.01)
+    assert not watched.watching.done()
+    trainer.exitcode = EXIT_DONE
+    await watched.watching
+
+    alone = Supervisor(heavy=False)
+    spec = ProcessSpec((("evaluator", "evaluator-1"),), "run", "", Path("nowhere"), "")
+    await alone.start(spec)
+    watched.spawned[-1].exitcode = EXIT_USER_ERROR
+    with pytest.raises(UserError, match="evaluator-1 stopped"):
+        await alone.watch()
 
 
 @pytest.mark.parametrize("status", [-signal.SIGKILL, FORK_SERVER_LOST])
