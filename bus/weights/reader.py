@@ -55,6 +55,23 @@ class Local:
     base: Path | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checked:
+    """A file whose bytes were those of a digest when it was in this state."""
+
+    digest: str
+    path: Path
+    state: tuple[int, int, int]  # inode, size, time of the last change in ns
+
+    @classmethod
+    def now(cls, event: WeightVersion, path: Path) -> _Checked | None:
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        return cls(event.result_digest, path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
 class WeightReader:
     """Gets versions for the workers of one process. `event_of` looks events up in the log."""
 
@@ -63,18 +80,31 @@ class WeightReader:
         self._store = store
         self._cache = cache
         self._road = road
+        self._base: _Checked | None = None
 
     async def fetch(self, event: WeightVersion) -> Local:
-        """The version on this machine, every byte checked.
+        """The version on this machine, every byte checked; those of an adapter's base once, unless it is touched.
 
         Raises WeightsMissing or WeightsCorrupt if it cannot be had now. Then a newer full version can be, or this one
         once the trainer was started again, which writes its newest version in full.
         """
         if event.kind == "adapter":
-            base = (await self.fetch(await self._chains.event(event.base))).path
+            base = await self._base_of(event)
             return Local(await asyncio.to_thread(self._file, event, event.base), base)
         links = await self._chains.links(event)
         return Local(await asyncio.to_thread(self.full_file, links))
+
+    async def _base_of(self, event: WeightVersion) -> Path:
+        """The full file below an adapter. It may be a thousand times as large, and is the same for every version."""
+        base = await self._chains.event(event.base)
+        if base.kind == "adapter":
+            raise WeightsMissing(f"version {event.version} is an adapter over version {base.version}, which is another")
+        if self._base is None or self._base != _Checked.now(base, self._base.path):
+            path = (await self.fetch(base)).path
+            self._base = _Checked.now(base, path)
+        if self._base is None:
+            raise WeightsMissing(f"version {base.version} was removed")
+        return self._base.path
 
     def close(self) -> None:
         """Leave the cache."""
