@@ -36,7 +36,7 @@ TORCH = {
     "actors/trainer/opsm.py", "actors/trainer/optimizer.py", "actors/trainer/plan.py", "actors/trainer/proximal.py",
     "actors/trainer/reference.py", "actors/trainer/sequences.py", "actors/trainer/sft.py", "actors/trainer/tally.py",
     "actors/trainer/torch_ranks.py", "actors/trainer/value_loss.py", "actors/trainer/zero.py",
-    "ops/preload.py",
+    "ops/live_memory.py", "ops/preload.py",
 }  # fmt: skip
 LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
