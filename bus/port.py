@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from bus.table import Consumer, Stream
 from schemas import Message, Partial, decode, parse_sample_id
-from schemas.messages import parse_pair
+from schemas.ids import parse_pair
 
 ID_HEADER = "Nats-Msg-Id"
 RUN_HEADER = "Rs-Run"

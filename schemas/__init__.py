@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from schemas.errors import MalformedMessage as MalformedMessage
     from schemas.errors import UserError as UserError
     from schemas.fields import Segments as Segments
+    from schemas.ids import oldest_and_newest as oldest_and_newest
+    from schemas.ids import parse_sample_id as parse_sample_id
+    from schemas.ids import sample_id as sample_id
     from schemas.messages import Batch as Batch
     from schemas.messages import Control as Control
     from schemas.messages import Dropped as Dropped
@@ -29,9 +32,6 @@ if TYPE_CHECKING:
     from schemas.messages import StepDone as StepDone
     from schemas.messages import Verdict as Verdict
     from schemas.messages import WeightVersion as WeightVersion
-    from schemas.messages import oldest_and_newest as oldest_and_newest
-    from schemas.messages import parse_sample_id as parse_sample_id
-    from schemas.messages import sample_id as sample_id
 
 _HOMES = {
     "schemas.errors": ("MalformedMessage", "UserError"),
@@ -40,8 +40,9 @@ _HOMES = {
     "schemas.codec": ("PAYLOAD_BYTES_MAX", "decode", "encode"),
     "schemas.messages": (
         "Batch", "Control", "Dropped", "DropReason", "Evaluation", "Finish", "Message", "Partial", "Prompt", "Rollout",
-        "Scored", "StepDone", "Verdict", "WeightVersion", "oldest_and_newest", "parse_sample_id", "sample_id",
+        "Scored", "StepDone", "Verdict", "WeightVersion",
     ),
+    "schemas.ids": ("oldest_and_newest", "parse_sample_id", "sample_id"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

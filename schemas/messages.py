@@ -31,6 +31,7 @@ from schemas.fields import (
     segments,
     string,
 )
+from schemas.ids import GROUP_ID_MAX, INDEX_MAX, oldest_and_newest, parse_sample_id, sample_id
 
 Finish: TypeAlias = Literal["stop", "length"]
 Verdict: TypeAlias = Literal["scored", "timeout", "error", "invalid"]
@@ -40,9 +41,6 @@ DropReason: TypeAlias = Literal[
     "run_ended",
 ]  # fmt: skip
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
-GROUP_ID_MAX = 1 << 62
-INDEX_MAX = 1 << 20
-DIGITS_MAX = 20
 ChatPrompt: TypeAlias = str | list[dict[str, Any]]
 
 
@@ -104,32 +102,6 @@ def _register(cls: type[Message]) -> type[Message]:
     cls._codecs = {field.name: field.metadata["codec"] for field in dataclasses.fields(cls)}
     TYPES[cls.TYPE] = cls
     return cls
-
-
-def sample_id(group_id: int, index: int) -> str:
-    """`sample_id(12, 3) == "12-3"`."""
-    return f"{group_id}-{index}"
-
-
-def parse_sample_id(value: str) -> tuple[int, int] | None:
-    """`(group_id, index)` of a sample id, None if it is none. For reading headers of messages that do not decode."""
-    pair = parse_pair(value)
-    return pair if pair is not None and pair[0] <= GROUP_ID_MAX and pair[1] <= INDEX_MAX else None
-
-
-def parse_pair(value: str) -> tuple[int, int] | None:
-    """The numbers in `"12-3"`, None if it is not of that form: headers come from elsewhere and may hold any text."""
-    first, _, second = value.partition("-")
-    if len(value) > 2 * DIGITS_MAX or not (first.isdecimal() and second.isdecimal()):
-        return None
-    return int(first), int(second)
-
-
-def oldest_and_newest(pairs: Segments) -> tuple[int, int] | None:
-    """The oldest and newest policy version in run-length coded segments, None if there is no token."""
-    if not pairs:
-        return None
-    return min(version for version, _ in pairs), max(version for version, _ in pairs)
 
 
 def _covers(pairs: Segments, tokens: int, name: str) -> None:
@@ -374,8 +346,8 @@ class WeightVersion(Message):
 
     Example: `WeightVersion(version=6, kind="delta", base=5, path="v000006-77e0c1d4.on000005.delta",
     digest="sha256-…", nbytes=2817, result="sha256-77e0c1d4…")`. `digest` is that of the file's `nbytes` bytes. `base`:
-    the version that it stands on, -1 for a full one. `kind` delta: what changed since `base`, and `result` is the digest
-    of the full file that comes of both; adapter: a LoRA adapter over the full version `base`. Bytes are written first,
+    the version that it stands on, -1 for a full one. `kind` delta: what changed since `base`, and `result` is the
+    digest of the full file that comes of both; adapter: a LoRA adapter over the full version `base`. Bytes are written first,
     this event after them.
     """
 

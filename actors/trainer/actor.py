@@ -25,7 +25,7 @@ from actors.gauges import Gauges
 from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
 from actors.trainer.metrics import Wait, of_ages, of_times
-from actors.trainer.process import verdicts_of
+from actors.trainer.process import check_process_rewards, verdicts_of
 from actors.trainer.publisher import Publisher, WriterPort
 from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.samples import TrainSample, train_sample
@@ -228,6 +228,7 @@ class Trainer:
         batch = entry.message()
         assert isinstance(batch, Batch)
         share = share_of(batch, self.ranks)
+        check_process_rewards(batch, self.config)
         try:
             entries = await self.bus.get(ROLLOUTS, batch.rollout_seqs[share].tolist())
         except LookupError as error:

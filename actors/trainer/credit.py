@@ -21,7 +21,6 @@ from actors.trainer.samples import TrainSample
 from schemas.errors import UserError
 
 Floats = npt.NDArray[np.float64]
-SEQUENCE_LOSSES = frozenset({"gspo"})  # of one advantage an answer
 AdvantageFunction = Callable[[Sequence[TrainSample], Floats], Any]
 
 
@@ -81,10 +80,7 @@ def assign(
 
     An answer that was cut has the critic's value behind its last token as its future; with `unfinished: no_reward` it
     loses its normalised reward. A reward at a masked token counts for the trained token before it.
-
-    Raises `UserError` if there are process rewards, and a loss that takes one advantage an answer.
     """
-    _check_process_rewards(samples, config)
     group_ids = np.array([s.group_id for s in samples], dtype=np.int64)
     rewards, final = adv.of_batch(raw_rewards(samples, config, max_new_tokens), group_ids, config)
     masks = [trained_mask(s, config) for s in samples]
@@ -161,19 +157,6 @@ def process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> li
     for i in having:
         out[i][ends[i]] = normalised[owners == i]
     return out
-
-
-def _check_process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> None:
-    if config.loss not in SEQUENCE_LOSSES or config.advantage.function is not None:
-        return
-    for sample in samples:
-        if sample.token_rewards is not None:
-            raise UserError(
-                f"Sample {sample.sample_id} has process rewards, and trainer.loss {config.loss} takes the mean "
-                "advantage of an answer for all its tokens: which step earned them would be lost.",
-                "Set trainer.loss to decoupled_ppo or another loss of tokens, or let the reward function return one "
-                "number; then continue with --resume.",
-            )
 
 
 def _cut(rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, ...]:

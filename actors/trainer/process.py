@@ -8,9 +8,23 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from actors.trainer.config import TrainerConfig
 from bus.port import Entry
 from bus.table import SCORED, Stream
 from schemas import Batch, Scored, UserError, sample_id
+
+SEQUENCE_LOSSES = frozenset({"gspo"})  # they take one advantage an answer
+
+
+def check_process_rewards(batch: Batch, config: TrainerConfig) -> None:
+    """Raises `UserError` if the batch has process rewards, and a loss that would lose them."""
+    if len(batch.scored_seqs) and config.loss in SEQUENCE_LOSSES and config.advantage.function is None:
+        raise UserError(
+            f"Batch {batch.step} has process rewards, and trainer.loss {config.loss} takes the mean advantage of an "
+            "answer for all its tokens: which step earned them would be lost.",
+            "Set trainer.loss to decoupled_ppo or another loss of tokens, or let the reward function return one "
+            "number; then continue with --resume.",
+        )
 
 
 class Log(Protocol):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from actors.trainer.aggregation import token_scales
 from actors.trainer.config import AdvantageConfig, KlConfig, OverlongConfig, TrainerConfig
 from actors.trainer.credit import Values, assign
-from schemas import UserError
 from tests.actors import naive_losses as naive
 from tests.actors.tiny_models import samples
 
@@ -246,12 +245,3 @@ def test_rewards_of_steps_and_of_the_answer_add_up():
     config = TrainerConfig(advantage=AdvantageConfig(mean="none", std="none"), lr=1e-2)
     credit = assign([of_steps("a", 10.0, [0, 1, 0, 2], [1, 3])], config)
     np.testing.assert_allclose(credit.advantages[0], [13, 13, 12, 12])
-
-
-def test_a_loss_of_whole_answers_refuses_rewards_of_steps():
-    """It would average away which step earned them, and nobody would be told."""
-    config = TrainerConfig(algorithm="gspo")
-    with pytest.raises(UserError, match="gspo takes the mean advantage") as told:
-        assign([of_steps("a", 1.0, [1], [0])], config)
-    assert "decoupled_ppo" in told.value.remedy
-    assign([replace(of_steps("a", 1.0, [1], [0]), token_rewards=None, step_ends=None)], config)
