@@ -54,6 +54,12 @@ class RolloutConfig(Config):
     prefill_tokens: int = Field(
         2048, ge=1, description="padded tokens of one prefill forward; a longer single prompt is a forward of its own"
     )
+    prompt_cache_mib: int = Field(
+        256,
+        ge=0,
+        le=1 << 20,
+        description="of keys and values of prompts, for the rest of their groups, until the next weights; 0 keeps none",
+    )
     deterministic: bool = Field(
         False,
         description="a sample's tokens and logprobs are the same bits whatever is decoded beside it, at about twice "

@@ -63,6 +63,19 @@ class SlotCache(Cache):
         for entries in (*self._keys, *self._values):
             entries[to_rows, :, :length] = entries[source_rows, :, :length]
 
+    def read(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """A copy of the first `length` positions of a row: per layer K and V, [K, length, D]."""
+        return [
+            (keys[row, :, :length].clone(), values[row, :, :length].clone())
+            for keys, values in zip(self._keys, self._values, strict=True)
+        ]
+
+    def write(self, rows: slice, entry: list[tuple[Tensor, Tensor]]) -> None:
+        """Begin rows with what `read` gave."""
+        for keys, values, (of_keys, of_values) in zip(self._keys, self._values, entry, strict=True):
+            keys[rows, :, : of_keys.shape[1]] = of_keys
+            values[rows, :, : of_values.shape[1]] = of_values
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -164,6 +164,8 @@ class ThreadedEngine:
             forward_passes=decoder.forward_passes,
             busy_s=decoder.busy_s,
             swapping_s=decoder.swapping_s,
+            prefill_tokens=decoder.prefill_tokens,
+            cached_tokens=decoder.cached_tokens,
         )
 
     # In the loop

@@ -39,6 +39,7 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import Generation, Request, UnsupportedModelError
 from actors.rollout.kv_cache import ATTENTION, SlotCache
 from actors.rollout.load_weights import WeightLoader
+from actors.rollout.prompt_cache import PromptCache
 from actors.rollout.rows import Rows
 from actors.rollout.sampling import I64, sample, uniforms
 
@@ -75,6 +76,9 @@ class Decoder:
         self._vocab_size = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._weights = WeightLoader(model)
         self._cache = SlotCache(config.slots)
+        self._prompts = PromptCache(config.prompt_cache_mib << 20)
+        self.prefill_tokens = 0  # of the tokens that samples began with: computed, and
+        self.cached_tokens = 0  # taken from an equal one
         self._rows = Rows(config.slots, self._vocab_size)
         self._tickets = 0
         self._lock = threading.Lock()  # around changes of rows, never around a forward
@@ -114,7 +118,7 @@ class Decoder:
             for ticket, request in zip(tickets, requests, strict=True):
                 full = len(request.prompt_tokens) + request.sampling.max_new_tokens
                 self._rows.enter(ticket, request, min(full, self.max_context))
-        self._prefill(first)
+        self._begin(first)
         self.busy_s += time.perf_counter() - started
         return tickets
 
@@ -187,6 +191,7 @@ class Decoder:
             raise ValueError(f"{self.running} sequences are running: drain means to finish them before the update")
         started = time.perf_counter()
         self._weights.load(path, base)
+        self._prompts.clear()  # also with "keep", which lets running sequences go on, and no new one begin, on old ones
         with self._lock:
             self._rows.close_segments(self.version)
             self.version = version
@@ -200,27 +205,48 @@ class Decoder:
             if len(moves.to):
                 self._cache.move(moves.to, moves.source, int(self._rows.lengths.max()))
 
-    def _prefill(self, first: int) -> None:
+    def _begin(self, first: int) -> None:
+        """Prefill new rows [first:count], and keep what their prompts came to for others of their groups."""
+        begun = int((self._rows.lengths[first:] - 1).sum())
+        computed = self._prefill(first)
+        self.prefill_tokens += computed
+        self.cached_tokens += begun - computed
+        if self._prompts.bytes_max:
+            for row in range(first, self._rows.count):
+                if self._rows.answered[row] == 0 and self._rows.lengths[row] > 1:
+                    tokens = self._rows.tokens_of(row)[:-1]
+                    if self._prompts.get(tokens.tobytes()) is None:
+                        self._prompts.put(tokens.tobytes(), self._cache.read(row, len(tokens)))
+
+    def _prefill(self, first: int) -> int:
         """Cache all tokens but the newest of rows [first:count], in padded forwards of like lengths.
 
-        Equal sequences (a group's samples share their prompt) are computed once and stored for each.
+        Equal sequences (a group's samples share their prompt) are computed once and stored for each; those that were
+        computed before are copied. Returns how many tokens were computed.
         """
-        rows = self._rows
+        rows, computed = self._rows, 0
         with self._lock:
             rows.sort(first)
         while first < rows.count:
+            if known := self._prompts.get(rows.tokens_of(first)[:-1].tobytes()):
+                self._cache.write(slice(first, first + 1), known)
+                first += 1
+                continue
             sequences: list[I64] = []
             sources: list[int] = []
             for row in range(first, rows.count):
                 sequence = rows.tokens_of(row)[:-1]
                 new = not sequences or not np.array_equal(sequence, sequences[-1])
-                if new and sequences and not self._fits(sequences, len(sequence)):
+                known = self._prompts.get(sequence.tobytes()) if new and sequences else None
+                if new and sequences and (known or not self._fits(sequences, len(sequence))):
                     break
                 if new:
                     sequences.append(sequence)
                 sources.append(len(sequences) - 1)
             self._prefill_forward(first, sequences, np.array(sources, dtype=np.int64))
+            computed += sum(map(len, sequences))
             first += len(sources)
+        return computed
 
     def _fits(self, sequences: list[I64], length: int) -> bool:
         """Whether a sequence of `length`, no shorter than those before it, may join them in a forward."""

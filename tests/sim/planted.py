@@ -117,9 +117,9 @@ BUGS = (
     ),
     Bug(
         "the pace may fall below one batch",
-        "actors.controller.core:Pace.__init__",
-        "self.low = config.batch_groups",
-        "self.low = 1",
+        "actors.controller.pace:Pace.__init__",
+        "self._batch = batch_groups",
+        "self._batch = batch_groups = 1",
     ),
     Bug(
         "a sample one version too old is taken",
