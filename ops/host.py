@@ -333,11 +333,22 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
 
 
 def replace_folder(aside: Path, final: Path) -> None:
-    """Put a finished folder in the place of another, readable by all."""
+    """Put a finished folder in the place of another, durably and readable by all.
+
+    `aside` is named `.<name of final>-<anything>`; what writers that died left under such names is removed.
+    """
     import shutil
+
+    from bus.weights import sync_folder
 
     for file in aside.iterdir():
         file.chmod(0o644)  # save_pretrained writes 0600
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    sync_folder(aside)
     if final.exists():
         shutil.rmtree(final)
     aside.rename(final)
+    sync_folder(final.parent)
+    for leftover in final.parent.glob(f".{final.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)

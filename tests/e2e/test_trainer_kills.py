@@ -1,0 +1,103 @@
+"""`kill -9` of the trainer in every phase of its work, dozens of times in one run: what comes of it is, bit by bit,
+what comes of a run that nobody disturbs.
+
+A failure tells its seed; ROLLSTREAM_KILLS_SEED repeats it, ROLLSTREAM_KILLS says how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ops.nats_server import NatsServer
+from ops.recipe import load_recipe
+from tests.e2e.harness import RECIPE
+from tests.e2e.kills.forks import Forks
+from tests.e2e.kills.hunt import Hunt, Outcome, draw_deaths
+from tests.e2e.kills.points import EXPORT_PHASES, OUTSIDE, STEP_PHASES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 24
+SMALL = (
+    f"steps={STEPS}",
+    f"controller.max_staleness={STEPS}",  # every sample is of version 0
+    "controller.batch_groups=2",
+    "trainer.micro_batch_tokens=128",
+)
+VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "grpo": (50, ("trainer.algorithm=grpo",)),
+    "minibatches": (12, ("trainer.algorithm=grpo", "trainer.minibatches=2", "trainer.warmup_steps=5")),
+    "lora": (12, ("trainer.algorithm=grpo", "trainer.lora.rank=4", "trainer.minibatches=2")),
+    "critic": (12, ("trainer.algorithm=ppo", "trainer.minibatches=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def hunt(initial: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hunt]:
+    folder = tmp_path_factory.mktemp("kills")
+    server, forks = NatsServer(), Forks()
+    try:
+        url = asyncio.run(server.start(folder))
+        yield Hunt(forks, url, initial, folder)
+    finally:
+        forks.close()
+        asyncio.run(server.stop())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_a_trainer_that_is_killed_in_every_phase_leaves_the_weights_of_one_that_is_not(
+    variant: str, hunt: Hunt
+) -> None:
+    kills, changes = VARIANTS[variant]
+    kills = int(os.environ.get("ROLLSTREAM_KILLS", kills))
+    seed = int(os.environ.get("ROLLSTREAM_KILLS_SEED", time.time_ns() % 100_000))
+    print(f"ROLLSTREAM_KILLS={kills} ROLLSTREAM_KILLS_SEED={seed}")  # pytest shows it if the test fails
+    recipe = load_recipe(RECIPE, [*SMALL, *changes])
+    undisturbed = await hunt.run(f"{variant}-undisturbed", recipe, seed=seed)
+    killed = await hunt.run(f"{variant}-killed", recipe, draw_deaths(seed, kills, STEPS), seed)
+    print(dict(killed.deaths))
+    assert killed.deaths.total() == kills
+    assert killed.deaths.keys() >= {*EXPORT_PHASES, OUTSIDE}
+    if kills >= 2 * len(STEP_PHASES):
+        assert killed.deaths.keys() >= {*STEP_PHASES}
+    assert_sound(undisturbed)
+    assert_sound(killed)
+    assert_same(killed, undisturbed)
+
+
+def assert_sound(outcome: Outcome) -> None:
+    assert outcome.audit.clean, outcome.audit.to_json()
+    assert outcome.audit.report.ended
+    assert [event.version for event in outcome.weights] == list(range(STEPS + 1))
+    assert [(done.step, done.version) for done in outcome.steps] == [(step, step + 1) for step in range(STEPS)]
+    assert len({event.digest for event in outcome.weights}) == STEPS + 1  # every step moves the weights
+    assert [path for path in outcome.leftovers if not path.startswith("weights/")] == []  # those go after an hour
+
+
+def assert_same(killed: Outcome, undisturbed: Outcome) -> None:
+    assert [event.digest for event in killed.weights] == [event.digest for event in undisturbed.weights]
+    assert killed.metrics == undisturbed.metrics
+    assert killed.model == undisturbed.model
+    assert killed.checkpoint[0] == undisturbed.checkpoint[0] == STEPS
+    assert [path for path, one, other in _pairs(killed.checkpoint[1], undisturbed.checkpoint[1]) if one != other] == []
+
+
+def _pairs(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The leaves of two states side by side, tensors as lists."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one:
+            yield from _pairs(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for place, (left, right) in enumerate(zip(one, other, strict=True)):
+            yield from _pairs(left, right, f"{path}/{place}")
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        yield path, (one.dtype, one.shape, one.tolist()), (other.dtype, other.shape, other.tolist())
+    else:
+        yield path, one, other
