@@ -308,7 +308,9 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from actors.trainer.actor import Trainer
         from actors.trainer.checkpoint import Checkpoints
+        from actors.trainer.evaluations import Evaluations
         from actors.trainer.ranks import OneRank
+        from actors.trainer.retention import Retention
         from actors.trainer.torch_ranks import TorchRanks, in_a_job
         from ops.trained_model import export_model, load_learner, weights_of
         from ops.weights import writer_of
@@ -324,9 +326,12 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             lambda: weights_of(learner, recipe),
             lambda: export_model(learner, initial, spec.folder / "model"),
             writer_of(recipe, spec.folder),
-            Checkpoints(spec.folder / "checkpoints", recipe.trainer.keep_checkpoints),
+            Checkpoints(
+                spec.folder / "checkpoints", Retention(recipe.trainer.keep_checkpoints, recipe.trainer.keep_every)
+            ),
             name,
             ranks,
+            Evaluations(bus, recipe.evaluation.every) if recipe.evaluation.every else None,
         )
 
     return _Lazy(build)

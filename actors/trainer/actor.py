@@ -24,10 +24,12 @@ from actors import clock
 from actors.gauges import Gauges
 from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
+from actors.trainer.evaluations import Evaluations
 from actors.trainer.metrics import Wait, of_ages, of_times
 from actors.trainer.process import check_process_rewards, verdicts_of
 from actors.trainer.publisher import Publisher, WriterPort
 from actors.trainer.ranks import OneRank, Ranks, share_of
+from actors.trainer.retention import NOTHING_JUDGED, Judged
 from actors.trainer.samples import TrainSample, train_sample
 from bus.port import Bus, Entry
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
@@ -40,8 +42,8 @@ log = structlog.get_logger()
 class CheckpointsPort(Protocol):
     """Where checkpoints lie; `actors.trainer.checkpoint.Checkpoints` is it."""
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, whole or not at all, and remove old ones."""
+    def save(self, step: int, state: Mapping[str, Any], judged: Judged) -> None:
+        """Write the checkpoint of `step`, whole or not at all, and remove old ones, but not the best of `judged`."""
 
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest checkpoint that is whole; None if there is none."""
@@ -97,6 +99,7 @@ class Trainer:
         checkpoints: CheckpointsPort,
         name: str = "trainer",
         ranks: Ranks | None = None,
+        evaluations: Evaluations | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -107,6 +110,7 @@ class Trainer:
         self.writer = writer
         self.checkpoints = checkpoints
         self.ranks: Ranks = ranks or OneRank()
+        self.evaluations = evaluations
         self.version = 0
         self._tokens_trained = 0
         self._saved_version = -1
@@ -342,7 +346,10 @@ class Trainer:
         self._saved_version = self.version
         if not self._leads:
             return
-        await asyncio.to_thread(self.checkpoints.save, self.version, state)
+        judged = NOTHING_JUDGED
+        if self.evaluations is not None:
+            judged = await self.evaluations.judged(self.checkpoints.steps() | {self.version})
+        await asyncio.to_thread(self.checkpoints.save, self.version, state, judged)
         self._checkpoint_s = clock.monotonic_s() - began
         log.info("checkpoint_saved", version=self.version)
 

@@ -101,6 +101,7 @@ class TrainerConfig(Config):
     threads: PositiveInt = 1  # of the process; the learner itself changes no global setting
     checkpoint_every: PositiveInt = 10  # training steps
     keep_checkpoints: PositiveInt = 2
+    keep_every: int = Field(default=0, ge=0)  # checkpoints of its multiples stay for ever; 0: of none
     keep_versions: PositiveInt = 4  # and those that they stand on, and those of the checkpoints
     publish: PublishConfig = PublishConfig()
     seed: int = Field(default=0, ge=0)
@@ -140,6 +141,11 @@ class TrainerConfig(Config):
             )
         if self.backend == "torch" and self.zero != ZeroConfig():
             yield "zero is of backend deepspeed => Set backend to deepspeed, or leave zero out."
+        if self.keep_every % self.checkpoint_every:
+            yield (
+                f"keep_every {self.keep_every} with checkpoint_every {self.checkpoint_every}: not all of its multiples "
+                "have a checkpoint to keep => Make keep_every a multiple of checkpoint_every."
+            )
         if self.dual_clip is not None and self.loss in LOSSES and self.loss not in DUAL_CLIPPED_LOSSES:
             yield (
                 f"dual_clip {self.dual_clip} with loss {self.loss}, which has no ratio to clip twice "

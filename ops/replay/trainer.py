@@ -21,6 +21,7 @@ from schemas import WeightVersion
 
 if TYPE_CHECKING:
     from actors.trainer.learner import Learner
+    from actors.trainer.retention import Judged
 
 # Who compares looks at the learner at each version, and at the digest of all weights.
 IN_STEP = PublishConfig(delta=False, overlap=False)
@@ -34,7 +35,7 @@ class _Handover:
     def __init__(self, newest: tuple[int, dict[str, Any]] | None) -> None:
         self.newest = newest
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], judged: Judged) -> None:
         """Keep it; its tensors are those of the learner, which the next phase continues."""
         self.newest = step, dict(state)
 

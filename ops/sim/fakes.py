@@ -21,6 +21,7 @@ import numpy as np
 
 from actors.reward.verdict import RewardRequest, Status, Verdict
 from actors.rollout.engine import EngineClosedError, EngineStats, Finish, Generation, Request, WeightsError
+from actors.trainer.retention import NOTHING_JUDGED, Judged, Retention
 from actors.trainer.samples import TrainSample
 from bus.weights.files import digest_of
 from ops.sim.world import Killed, Process
@@ -112,7 +113,7 @@ class MemoryCheckpoints:
         self._disk = disk
         self._keep = keep
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], judged: Judged = NOTHING_JUDGED) -> None:
         """See `Checkpoints.save`."""
         check_room(self._process)
         world, saved = self._process.world, self._disk.checkpoints
@@ -125,8 +126,8 @@ class MemoryCheckpoints:
             raise Killed
         saved[step] = Saved(dict(state), whole=True)
         world.note(f"saved checkpoint {step}")
-        older = sorted((other for other in saved if other != step), reverse=True)
-        for other in older[max(self._keep - 1, 0) :]:
+        damaged = {other for other in saved if other > step and not saved[other].whole}
+        for other in saved.keys() - Retention(self._keep).kept(saved.keys() - damaged, judged) - {step}:
             del saved[other]
 
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:

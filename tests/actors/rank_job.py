@@ -43,7 +43,7 @@ def train(learner: Learner, first: int = 0, last: int = STEPS, saved: Path | Non
         if learner.steps_done == SAVED_AT and saved is not None:
             state = learner.state_dict()
             if learner.ranks.rank == 0:
-                checkpoint.save(saved, SAVED_AT, state, keep=1)
+                checkpoint.save(saved, SAVED_AT, state)
     return losses
 
 

@@ -134,7 +134,7 @@ def test_an_algorithm_resumes_from_its_checkpoint_bit_for_bit(tmp_path, name):
     learner = Learner(copy.deepcopy(model), config, max_new_tokens=20)
     for step in range(4):
         if step == 2:
-            checkpoint.save(tmp_path, 2, learner.state_dict(), keep=1)
+            checkpoint.save(tmp_path, 2, learner.state_dict())
         learner.step(step, made[step])
     resumed = Learner(copy.deepcopy(model), config, max_new_tokens=20)
     loaded = checkpoint.load_newest(tmp_path)

@@ -142,7 +142,7 @@ def test_training_resumed_from_a_checkpoint_continues_bit_for_bit(tmp_path, corr
     learner = Learner(qwen3(), config)
     for step in range(2):
         learner.step(step, samples(seed=step))
-    checkpoint.save(tmp_path, learner.steps_done, learner.state_dict(), keep=2)
+    checkpoint.save(tmp_path, learner.steps_done, learner.state_dict())
     for step in range(2, 4):
         learner.step(step, samples(seed=step))
 

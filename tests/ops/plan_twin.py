@@ -183,7 +183,7 @@ class TwinRest:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], judged: object = None) -> None:
         pass
 
     def load_newest(self) -> tuple[int, dict[str, Any]] | None:

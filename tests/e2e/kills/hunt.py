@@ -24,11 +24,11 @@ from ops.replay.compare import TIMES
 from schemas import StepDone, WeightVersion
 from tests.e2e.kills.forks import Forks
 from tests.e2e.kills.log import lay_end, lay_log, lay_start
-from tests.e2e.kills.points import DEATHS, EXPORT_PHASES, OUTSIDE, PASSAGES, STEP_PHASES, leave_line
+from tests.e2e.kills.points import DEATHS, EARLIEST, EXPORT_PHASES, OUTSIDE, PASSAGES, STEP_PHASES, leave_line
 
 LIFE_WAIT_S = 60.0
 LOOK_S = 0.005
-LAST_STEPS = 6  # are left for phases that come late
+LAST_STEPS = 8  # are left for phases that come late
 OUTSIDE_S = 0.8  # from its fork on a trainer needs half of that until it trains
 
 
@@ -66,7 +66,11 @@ def draw_deaths(seed: int, kills: int, steps: int) -> list[dict[str, Any]]:
     places = sorted(random.randrange(-1, steps - LAST_STEPS) for _ in phases)
     return [
         *(
-            {"phase": phase, "step": step, "passage": random.randint(1, PASSAGES.get(phase, 1))}
+            {
+                "phase": phase,
+                "step": -1 if phase == "restored" else max(step, EARLIEST.get(phase, step)),
+                "passage": random.randint(1, PASSAGES.get(phase, 1)),
+            }
             for phase, step in zip(phases, places, strict=True)
         ),
         *({"phase": phase, "step": steps - 1} for phase in EXPORT_PHASES),

@@ -45,10 +45,13 @@ STEP_PHASES = (
     "checkpoint saved",
     "restored",
 )
+EARLIEST = {"checkpoint half pruned": 8}  # by then there are as many as stay
 PASSAGES = {"forward": 5, "backward": 5, "optimizer about to step": 2, "optimizer stepped": 2}  # a step
 # Once in a run, behind its last step. The last one needs a model of an earlier export that died.
 EXPORT_PHASES = ("model half exported", "model not renamed", "model exported", "model removed for another")
-FREE_STEPS_MAX = 4  # one whose phase does not come dies so many steps later anyway, so that the hunt has steps left
+# One whose phase does not come dies after so many steps anyway, so that the hunt has steps left: three to catch up with
+# what is published, three until a checkpoint.
+FREE_STEPS_MAX = 7
 
 
 class Death:
@@ -63,6 +66,7 @@ class Death:
         self.step = step
         self.now = -1  # the step that was begun last
         self._left = passage
+        self._free = FREE_STEPS_MAX
 
     def passes(self, phase: str) -> bool:
         """Whether this is the last passage."""
@@ -86,7 +90,8 @@ class Death:
         self.now = step
         if self.phase == OUTSIDE and step > self.step:
             time.sleep(60)
-        if self.phase in STEP_PHASES and step >= self.step + FREE_STEPS_MAX:
+        self._free -= step >= self.step
+        if self.phase in STEP_PHASES and self._free < 0:
             self.die("step begun")
         self.at("step begun")
 
