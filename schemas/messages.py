@@ -347,8 +347,8 @@ class WeightVersion(Message):
     Example: `WeightVersion(version=6, kind="delta", base=5, path="v000006-77e0c1d4.on000005.delta",
     digest="sha256-…", nbytes=2817, result="sha256-77e0c1d4…")`. `digest` is that of the file's `nbytes` bytes. `base`:
     the version that it stands on, -1 for a full one. `kind` delta: what changed since `base`, and `result` is the
-    digest of the full file that comes of both; adapter: a LoRA adapter over the full version `base`. Bytes are written first,
-    this event after them.
+    digest of the full file that comes of both; adapter: a LoRA adapter over the full version `base`. Bytes are written
+    first, this event after them.
     """
 
     TYPE: ClassVar[str] = "weights"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer.aggregation import token_scales
@@ -74,6 +74,7 @@ def normalised(values, groups, mean, std, leave_one_out, eps, owners=None):
     return out
 
 
+@settings(deadline=None)
 @given(
     batch=batches(),
     levels=st.tuples(LEVELS, LEVELS, LEVELS, LEVELS),
