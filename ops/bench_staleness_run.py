@@ -59,6 +59,8 @@ def train(recipe: Recipe, model: Path, staleness: int) -> Course:
     with tempfile.TemporaryDirectory() as folder:
         store = WeightStore(Path(folder))
         for done, trained in enumerate(reference.train(recipe, model, store, staleness)):
+            if done == 0:
+                first = trained.weights
             if trained.metrics:
                 series["reward"].append(trained.metrics["reward_mean"])
                 ages = [done - 1 - sample.versions for sample in trained.samples if sample.versions is not None]
@@ -66,7 +68,7 @@ def train(recipe: Recipe, model: Path, staleness: int) -> Course:
                 for name in METRICS:
                     series[name].append(trained.metrics[name])
             if recipe.evaluation.count and (done % HELD_OUT_EVERY == 0 or done == recipe.steps):
-                decoder.load(done, store.resolve(trained.weights.path))
+                reference.hold(decoder, trained.weights, store, first)
                 held_out.append((done, judge.evaluate()))
     return Course(series, held_out)
 

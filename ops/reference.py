@@ -75,8 +75,7 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
         files.append(writer.publish(writer.snapshot(version, weights_of(learner, recipe))))
         due = files[max(0, version - staleness)]
         if decoder.version != due.version:
-            base = store.resolve(files[due.base].path) if due.kind == "adapter" else None
-            decoder.load(due.version, store.resolve(due.path), base)
+            hold(decoder, due, store, files[0])
         return files[-1]
 
     yield Trained(published(0), {}, 0, ())
@@ -87,6 +86,12 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
         torch.set_num_threads(recipe.trainer.threads)
         metrics = learner.step(step, samples)
         yield Trained(published(step + 1), metrics, decoder.tokens_generated - before, samples)
+
+
+def hold(decoder: Decoder, weights: WeightFile, store: WeightStore, first: WeightFile) -> None:
+    """Have a decoder hold weights that `train` left in `store`; `first` is version 0, which adapters stand on."""
+    base = store.resolve(first.path) if weights.kind == "adapter" else None
+    decoder.load(weights.version, store.resolve(weights.path), base)
 
 
 class Sampler:
