@@ -90,6 +90,7 @@ class JetStreamBus:
 
     def __init__(self, run: str, url: str, name: str = "") -> None:
         self.run = check_run_name(run)
+        self.url = url
         self._connection = Connection(url, name)
         self._publisher = Publisher(self._connection)
         self._writer = uuid.uuid4().hex[:12]

@@ -87,7 +87,7 @@ def evaluator(bus: Bus, recipe: Recipe, folder: Path, name: str) -> Evaluator:
         held_out(recipe, path),
         ThreadedEngine(Decoder.from_pretrained(path, recipe.rollout, version=0)),
         RewardPool(recipe.reward, recipe.base),
-        Pins(folder / f"pins-{name}", reader_of(bus, folder)),
+        Pins(folder / f"pins-{name}", reader_of(bus, recipe, folder)),
         name,
     )
 

@@ -279,7 +279,7 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         engine = _engine(path, recipe.rollout)
         tokenizer = HfTokenizer(path)
         stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
-        weights = reader_of(bus, spec.folder)
+        weights = reader_of(bus, recipe, spec.folder)
         return RolloutWorker(bus, recipe.rollout, engine, tokenizer, stop_ids, weights, name)
 
     return _Lazy(build)
@@ -325,7 +325,7 @@ def _trainer(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             learner,
             lambda: weights_of(learner, recipe),
             lambda: export_model(learner, initial, spec.folder / "model"),
-            writer_of(recipe, spec.folder),
+            writer_of(bus, recipe, spec.folder),
             Checkpoints(
                 spec.folder / "checkpoints", Retention(recipe.trainer.keep_checkpoints, recipe.trainer.keep_every)
             ),

@@ -35,6 +35,7 @@ from ops.screen import Screen, open_screen
 from ops.summary import plot, print_summary, summarise
 from ops.supervise import Supervisor, run_once
 from ops.view import RunView
+from ops.weights import folder_here
 from ops.workers import Crew
 from schemas import Control, UserError
 
@@ -163,11 +164,7 @@ async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int
             f"The run {where.run} evaluates only its first version and its last, and its launcher does that.",
             "Continue it with --resume and evaluation.every=10, or another number of versions.",
         )
-    if not initial_model(where.folder).exists():
-        raise UserError(
-            f"This machine does not see the run's folder {where.folder}, where the weights lie.",
-            "Mount it here at the same path, or give its place with --run.",
-        )
+    where = dataclasses.replace(where, folder=await folder_here(bus, recipe, where.folder, role))
     tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
     heavy = role in ("rollout", "trainer", "evaluator")
     supervisor = Supervisor(lambda text: print(text, flush=True), heavy, recipe.hung_after_s)

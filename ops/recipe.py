@@ -53,6 +53,10 @@ class BusConfig(Config):
     )
     replicas: Literal[1, 3, 5] = Field(1, description="servers of the cluster that keep each message; 3 survive one")
     ack_wait_s: float = Field(6.0, gt=0, le=3600, description="silence after which a worker's samples go to another")
+    weights: Literal["directory", "both"] = Field(
+        "directory",
+        description="where new weights go: the run's folder, or that and the server, for workers that do not see it",
+    )
 
 
 class Recipe(Config):

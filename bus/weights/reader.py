@@ -124,9 +124,10 @@ class WeightReader:
             try:
                 content = self._build(links)
             except WeightsError as error:
-                if self._road is None:
-                    raise
-                content = self._carried(full_file(wanted.version, wanted.result, 0), str(error))
+                try:  # such as a trainer that was started again puts there
+                    content = self._carried(full_file(wanted.version, wanted.result, 0), error)
+                except WeightsMissing:
+                    raise error from None
             return self._cache.put(_name(wanted), content)
 
     # ---- files; all of it blocks
@@ -141,16 +142,16 @@ class WeightReader:
                 return check_file(event, self._cache.path(event.path))
             if self._road is None:
                 raise
-            reason = str(error)
+            otherwise = error
         with self._cache.building():
             with contextlib.suppress(WeightsError):
                 return check_file(event, self._cache.path(event.path))
-            return self._cache.put(event.path, self._carried(event, reason), keep)
+            return self._cache.put(event.path, self._carried(event, otherwise), keep)
 
-    def _carried(self, event: WeightVersion, reason: str) -> bytearray:
-        """The bytes that an event announces, checked, over the bus. `reason` is why they are not taken elsewhere."""
+    def _carried(self, event: WeightVersion, otherwise: WeightsError) -> bytearray:
+        """The bytes that an event announces, checked, over the bus; raises `otherwise` if that is no road for us."""
         if self._road is None:
-            raise WeightsMissing(reason)
+            raise otherwise
         content = self._road.get(event.path)
         if digest_of(content) != event.digest:
             raise WeightsCorrupt(f"version {event.version} came over the bus with another digest than {event.digest}")
@@ -161,7 +162,7 @@ class WeightReader:
         try:
             return self._store.verify(event).read_bytes()
         except WeightsError as error:
-            return self._carried(event, str(error))
+            return self._carried(event, error)
 
     def _made(self, event: WeightVersion) -> Path:
         """The full file of a version that was announced as a delta, checked, if there is one already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from bus.adapter import Adapter
@@ -48,14 +48,22 @@ class WeightWriter:
     """Writes versions into a store, and to `road` if there is one. Every `full_every`-th version is full.
 
     The kind of a version follows from its number and its bytes alone, so that a trainer that trains it again after a
-    crash writes the same.
+    crash writes the same. Files of the road that are called as in `keep_on_road` are never collected.
     """
 
-    def __init__(self, store: WeightStore, full_every: int = 1, delta: bool = False, road: Road | None = None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        full_every: int = 1,
+        delta: bool = False,
+        road: Road | None = None,
+        keep_on_road: Iterable[str] = (),
+    ) -> None:
         self.store = store
         self.full_every = full_every
         self.delta = delta
         self.road = road
+        self.keep_on_road = frozenset(keep_on_road)
 
     def snapshot(self, version: int, weights: Mapping[str, torch.Tensor]) -> Snapshot:
         """A copy of the weights, or of the adapter, to be published later."""
@@ -78,7 +86,7 @@ class WeightWriter:
         """See `WeightStore.collect`; the road keeps what the store keeps."""
         collected = self.store.collect(keep_from_version, keep)
         if self.road is not None:
-            self.road.collect(self.store.names())
+            self.road.collect(self.store.names() | self.keep_on_road)
         return collected
 
     def _encoded(self, snapshot: Snapshot, before: Snapshot | None) -> tuple[WeightVersion, Buffer]:
