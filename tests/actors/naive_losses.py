@@ -132,3 +132,89 @@ def gae(rewards, values, mask, last, discount, gae_lambda):
             for k, s in enumerate(places)
         )
     return out
+
+
+def behaviour_weight(proximal, behaviour, sequence, config):
+    """The weight of each token, and whether it was changed."""
+    weight, changed = np.zeros(len(proximal)), np.zeros(len(proximal), bool)
+    for members in groups(sequence):
+        d = {t: proximal[t] - behaviour[t] for t in members}
+        of_token = {
+            t: {"ratio": v, "k1": v, "k2": v * v / 2, "k3": math.exp(-v) - 1 + v}[config.metric] for t, v in d.items()
+        }
+        of_sequence = {"sum": sum, "mean": np.mean, "max": max}[config.aggregate](list(of_token.values()))
+        for t in members:
+            metric = of_sequence if config.level == "sequence" else of_token[t]
+            raw = math.exp(d[t])
+            if config.metric == "ratio":
+                metric = math.exp(metric)
+                raw = math.exp(np.mean(list(d.values()))) if config.level == "sequence" else raw
+            low, high = config.lower, config.upper
+            outside = (low is not None and metric < low) or (high is not None and metric > high)
+            if config.action == "mask":
+                weight[t], changed[t] = (0.0 if outside else raw), outside
+            else:
+                weight[t] = min(max(raw, -math.inf if low is None else low), math.inf if high is None else high)
+                changed[t] = weight[t] != raw
+    return weight, changed
+
+
+def approximate(how, behaviour, theta, versions, current_version):
+    out = behaviour.copy()
+    for t in range(len(out)):
+        if how == "rollout" or versions[t] < 0 or versions[t] >= current_version:
+            continue
+        alpha = (current_version - 1 - versions[t]) / (current_version - versions[t])
+        if how == "loglinear":
+            out[t] += alpha * (theta[t] - behaviour[t])
+        else:
+            out[t] = math.log((1 - alpha) * math.exp(behaviour[t]) + alpha * math.exp(theta[t]))
+    return out
+
+
+LOSSES = {
+    "decoupled_ppo": ppo, "ppo": ppo, "gspo": gspo, "sapo": sapo, "sapo_sequence": sapo_sequence, "cispo": cispo,
+    "reinforce": reinforce,
+}  # fmt: skip
+
+
+def of_logits(logits, targets):
+    """Logprob of each target, and entropy of each distribution."""
+    logprobs, entropies = [], []
+    for row, target in zip(logits, targets, strict=True):
+        log_sum = math.log(sum(math.exp(v) for v in row))
+        logprobs.append(row[target] - log_sum)
+        entropies.append(-sum(math.exp(v - log_sum) * (v - log_sum) for v in row))
+    return np.array(logprobs), np.array(entropies)
+
+
+def objective(logits, held, x, config, current_version):
+    """Policy loss under correction and masks, KL penalty and entropy bonus, of `logits` [n, V]."""
+    theta, entropy = of_logits(logits, x["targets"])
+    stopped, _ = of_logits(held, x["targets"])
+    coupled = config.loss in ("ppo", "sapo", "sapo_sequence", "cispo")
+    proximal = x["proximal"]
+    if config.proximal != "recompute" and not coupled:
+        proximal = approximate(config.proximal, x["behaviour"], stopped, x["versions"], current_version)
+    weight, _ = behaviour_weight(proximal, x["behaviour"], x["sequence"], config.behaviour_weight)
+    weight = np.ones(len(theta)) if coupled else weight
+    given = {**x, "proximal": proximal}
+    if config.opsm_threshold is not None:
+        weight = np.where(off_policy_sequences(given, config.opsm_threshold), 0.0, weight)
+    given["weight"] = weight * x["keep"] * x["scale"]
+    given["proximal"] = x["behaviour"] if coupled else proximal
+    high = config.clip if config.clip_high is None else config.clip_high
+    arguments = {
+        "decoupled_ppo": {"clip": config.clip, "clip_high": high, "dual_clip": config.dual_clip},
+        "sapo": dict(zip(("positive", "negative"), config.sapo_tau, strict=True)),
+        "cispo": {"clip_high": high},
+        "reinforce": {},
+    }
+    arguments |= {"ppo": arguments["decoupled_ppo"], "gspo": arguments["decoupled_ppo"]}
+    arguments |= {"sapo_sequence": arguments["sapo"]}
+    total = LOSSES[config.loss](theta, stopped, given, **arguments[config.loss])
+    for t in range(len(theta)):
+        d = theta[t] - x["reference"][t]
+        penalty = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl.estimator]
+        total += x["scale"][t] * (config.kl.coef * min(max(penalty, -10), 10) - config.entropy_coef * entropy[t])
+    return total

@@ -1,13 +1,15 @@
+"""A weight that is out of bounds without being masked ruins a step; one that is masked for nothing wastes it."""
+
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from actors.trainer.config import CorrectionConfig
 from actors.trainer.corrections import behaviour_weight, log_ratio
+from tests.actors import naive_losses as naive
 
 LOG_RATIOS = torch.tensor([0.0, math.log(2), math.log(8), math.log(0.25)])
 SEQUENCE = torch.tensor([0, 0, 1, 1])
@@ -54,24 +56,30 @@ def test_no_gradient_flows_through_the_weight():
     assert not behaviour_weight(proximal, torch.zeros(4), SEQUENCE, 2, CorrectionConfig()).weight.requires_grad
 
 
-@given(
-    st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=12),
-    st.sampled_from(["ratio", "k1", "k2", "k3"]),
-    st.sampled_from(["sum", "mean", "max"]),
-)
-def test_sequence_masks_agree_with_a_loop_over_sequences(values, metric, aggregate):
+BOUNDS = [(None, 1.7), (0.3, None), (0.3, 1.7), (None, None)]
+EVERY = [
+    CorrectionConfig(level=level, metric=metric, aggregate=aggregate, action=action, lower=lower, upper=upper)
+    for level in ("token", "sequence")
+    for metric in ("ratio", "k1", "k2", "k3")
+    for aggregate in (("sum", "mean", "max") if level == "sequence" else ("mean",))
+    for action in (("mask", "clamp") if metric == "ratio" else ("mask",))
+    for lower, upper in BOUNDS
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", EVERY, ids=str)
+def test_weights_and_masks_are_those_of_a_float64_loop(config, seed):
     """The flat scatter is the fast form; the loop is what it means."""
-    r = torch.tensor(values, dtype=torch.float32)
-    sequence = torch.arange(len(r)) // 3
-    config = CorrectionConfig(level="sequence", metric=metric, aggregate=aggregate, lower=0.3, upper=1.7)
-    fast = behaviour_weight(r, torch.zeros_like(r), sequence, int(sequence[-1]) + 1, config)
-    per_token = {"ratio": r, "k1": r, "k2": r**2 / 2, "k3": (-r).exp() - 1 + r}[metric]
-    for s in sequence.unique():
-        m = per_token[sequence == s]
-        value = {"sum": m.sum(), "mean": m.mean(), "max": m.max()}[aggregate]
-        value = value.exp() if metric == "ratio" else value
-        if min(abs(value - 0.3), abs(value - 1.7)) > 1e-4:  # on the bound rounding decides
-            assert fast.changed[sequence == s].tolist() == [not 0.3 <= value <= 1.7] * len(m)
+    rng = np.random.default_rng(seed)
+    behaviour = -rng.exponential(1.5, 14)
+    proximal = behaviour + rng.normal(0, 0.7, 14)
+    sequence = rng.permutation(np.arange(14) // 4)
+    given = (torch.from_numpy(array) for array in (proximal, behaviour, sequence))
+    ours = behaviour_weight(*given, 4, config)
+    weight, changed = naive.behaviour_weight(proximal, behaviour, sequence, config)
+    np.testing.assert_allclose(ours.weight, weight, rtol=1e-5)
+    assert ours.changed.tolist() == changed.tolist()
 
 
 @pytest.mark.parametrize(

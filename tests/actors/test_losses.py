@@ -104,14 +104,26 @@ def test_a_loss_is_that_of_its_twin_and_so_is_its_gradient(name, arguments, seed
     np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "arguments"), [case for case in CASES if case[0] != "cispo"])
+def test_a_gradient_is_that_of_the_function_itself(name, arguments):
+    """Central differences of our own function; CISPO means another gradient than that of its value."""
+    theta, x = tokens(2, 30, 0.3)
+    moving = torch.from_numpy(theta).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: LOSSES[name][0](t, tensors(x), **arguments).total, moving)
+
+
 @pytest.mark.parametrize(("name", "arguments"), CASES)
-def test_a_loss_in_float32_is_that_in_float64(name, arguments):
+def test_a_loss_in_float32_is_that_in_float64_and_so_is_its_gradient(name, arguments):
     """What trains is float32."""
     theta, x = tokens(3, 40, 0.3)
     fast, slow = LOSSES[name]
     rounded = {k: v.float() if v.is_floating_point() else v for k, v in tensors(x).items()}
-    loss = fast(torch.from_numpy(theta).float().requires_grad_(), rounded, **arguments)
-    assert loss.total.item() == pytest.approx(slow(theta, theta, x, **arguments), rel=1e-4, abs=1e-4)
+    moving = torch.from_numpy(theta).float().requires_grad_()
+    loss = fast(moving, rounded, **arguments)
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(slow(theta, theta, x, **arguments), rel=1e-5, abs=1e-5)
+    differences = naive.central_differences(slow, theta, x, **arguments)
+    np.testing.assert_allclose(moving.grad, differences, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -201,6 +213,15 @@ def test_opsm_drops_the_bad_sequences_that_the_policy_has_left(seed, n, threshol
 
 
 # ---- estimates
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 12), how=st.sampled_from(["loglinear", "linear", "rollout"]))
+def test_an_approximate_proximal_policy_is_that_of_its_twin(seed, n, how):
+    """Token by token: of versions before, of the one that is made, of none."""
+    theta, x = tokens(seed, n, 0.5)
+    versions = np.random.default_rng(seed).integers(-1, 10, n)
+    ours = approximate(how, torch.from_numpy(x["behaviour"]), torch.from_numpy(theta), torch.from_numpy(versions), 8)
+    np.testing.assert_allclose(ours, naive.approximate(how, x["behaviour"], theta, versions, 8), rtol=1e-9)
 
 
 @given(
