@@ -27,7 +27,7 @@ def weight_shapes(path: Path) -> dict[str, tuple[int, ...]]:
                     raise ValueError(f"{file} is no safetensors file")
                 header = json.loads(opened.read(length))
             shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"cannot read weights from {path}: {error}") from error
     if not shapes:
         raise WeightsError(f"no *.safetensors with weights in {path}")
