@@ -66,7 +66,7 @@ def train(recipe: Recipe, model: Path, staleness: int) -> Course:
                 ages = [done - 1 - sample.versions for sample in trained.samples if sample.versions is not None]
                 series["staleness"].append(float(np.concatenate(ages).mean()))
                 for name in METRICS:
-                    series[name].append(trained.metrics[name])
+                    series[name].append(trained.metrics.get(name, 0.0))  # none of a batch that teaches nothing
             if recipe.evaluation.count and (done % HELD_OUT_EVERY == 0 or done == recipe.steps):
                 reference.hold(decoder, trained.weights, store, first)
                 held_out.append((done, judge.evaluate()))

@@ -99,3 +99,23 @@ def bench_staleness(
             out=out,
         )
     )
+
+
+@bench.command("packing")
+def bench_packing(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Of training, whose batches are packed.")] = 30,
+    warm: WarmModel = None,
+    out: ReportFile = None,
+) -> None:
+    """Measure padding, time and memory of packed batches beside padded ones, and memory by number of micro-batches.
+
+    ```
+    rollstream bench packing recipes/running_total.yaml
+    rollstream bench packing recipes/running_total.yaml --out docs/bench-packing.md
+    ```
+    """
+    from ops import bench_packing as command
+
+    finish(command.bench_packing(recipe, overrides or (), steps=steps, warm=warm, out=out))
