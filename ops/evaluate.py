@@ -51,12 +51,12 @@ def held_out(recipe: Recipe, model: str) -> HeldOut:
 
 async def evaluate(recipe: Recipe, model: str) -> Evaluation:
     """Score the model at `model` (a folder or hub name) on the recipe's held-out problems. Raises `UserError`."""
+    if recipe.evaluation.count == 0:
+        raise UserError("evaluation.count is 0: there is nothing to ask.", "Add evaluation.count=256, or another.")
     from actors.reward.pool import RewardPool
     from actors.rollout.threaded import ThreadedEngine
     from actors.rollout.torch_engine import Decoder
 
-    if recipe.evaluation.count == 0:
-        raise UserError("evaluation.count is 0: there is nothing to ask.", "Add evaluation.count=256, or another.")
     problems = held_out(recipe, model)
     engine = ThreadedEngine(Decoder.from_pretrained(model, recipe.rollout))
     pool = RewardPool(recipe.reward, recipe.base)

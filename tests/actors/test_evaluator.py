@@ -27,7 +27,7 @@ from bus.weights import Local, WeightsMissing
 from schemas import Evaluation, WeightVersion
 
 RUN, DATA, STEPS = "evaluated", "held-out", 6
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 PROBLEMS = [Problem(f"{k}+1=", (k + 1,), {"answer": str(k + 1)}) for k in range(4)]
 
 
@@ -315,11 +315,12 @@ async def test_a_version_whose_bytes_are_gone_is_skipped(run: Run) -> None:
     assert sorted(await run.versions()) == [0, 6]
 
 
-@given(st.integers(0, 7), st.integers(1, 40), st.integers(0, 50), st.sets(st.integers(0, 50)))
-def test_what_is_open_is_what_the_words_say(every: int, steps: int, newest: int, done: set[int]) -> None:
+@given(st.integers(0, 7), st.integers(1, 20), st.integers(0, 25), st.integers(0, (1 << 26) - 1))
+def test_what_is_open_is_what_the_words_say(every: int, steps: int, newest: int, bits: int) -> None:
     """Against the sentence in the docs, version by version."""
     schedule = Schedule(every, steps, DATA)
     schedule.announced(newest)
+    done = {version for version in range(newest + 1) if bits >> version & 1}
     for version in done:
         schedule.gave_up(version)
     last = max(steps, newest)
