@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,20 @@ from bus.adapter import WEIGHT, Adapter, NotAnAdapter, read_adapter
 _INDEX = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True, slots=True)
+class ReadWeights:
+    """Weights that fit the model, to be written into it: `tensors` by name, or those of `base` below an `adapter`."""
+
+    tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+    base: str = ""
+
+
 class WeightLoader:
     """Gives a model one version after another, in place.
+
+    Reading is apart from writing: it touches nothing of the model but its names, shapes and dtypes, so it may go on in
+    another thread while the model is in use.
 
     Of an adapter's base no copy is kept: matrices that are targeted are read again, through the memory map, whenever
     the next adapter comes; all others are left as they are. While one is merged, it is in memory in float32.
@@ -26,16 +39,15 @@ class WeightLoader:
         self._model = model
         self._under: tuple[str, tuple[str, ...]] | None = None  # the base that is held, and where adapters changed it
 
-    def load(self, path: str | Path, base: str | Path | None = None) -> None:
-        """Hold the weights at `path`; with `base` the weights there, with the adapter at `path` merged into them.
+    def read(self, path: str | Path, base: str | Path | None = None) -> ReadWeights:
+        """The weights at `path`, in the model's dtypes; with `base` those there, and the adapter at `path` for them.
 
-        Raises `WeightsError`, before anything is changed, if they do not fit.
+        Raises `WeightsError` if they do not fit.
         """
         if base is None:
-            weights = read_weights(path)
-            self._under = None
-            copy_weights(self._model, weights)
-            return
+            targets, weights = self._model.state_dict(), read_weights(path)
+            check_fit(self._model, targets, weights)
+            return ReadWeights({name: tensor.to(targets[name].dtype) for name, tensor in weights.items()})
         try:
             adapter = read_adapter(Path(path))
         except NotAnAdapter as error:
@@ -44,11 +56,20 @@ class WeightLoader:
         misfits = adapter.misfits({name: tuple(tensor.shape) for name, tensor in weights.items()})
         if misfits:
             raise WeightsError(f"the adapter at {path} does not fit its base at {base}: {', '.join(misfits[:3])}")
-        under = (str(base), adapter.shape.targets)
+        check_fit(self._model, self._model.state_dict(), weights)
+        return ReadWeights(weights, adapter, str(base))
+
+    def write(self, read: ReadWeights) -> None:
+        """Hold what was read."""
+        if read.adapter is None:
+            self._under = None
+            write_weights(self._model, read.tensors)
+            return
+        under = (read.base, read.adapter.shape.targets)
         if self._under != under:
             self._under = None
-            copy_weights(self._model, weights)
-        self._merge(adapter, weights)
+            write_weights(self._model, read.tensors)
+        self._merge(read.adapter, read.tensors)
         self._under = under
 
     def _merge(self, adapter: Adapter, base: Mapping[str, Tensor]) -> None:
@@ -79,13 +100,11 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite the model's parameters and persistent buffers in place, cast to their dtype, by state-dict name.
+def check_fit(model: nn.Module, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """That `tensors` have the names and shapes of the model's state dict, `targets`. Raises `WeightsError`.
 
-    Of tensors that share memory (tied embeddings) one name is enough. Checks names and shapes before it writes
-    anything; raises `WeightsError` where they do not match.
+    Of tensors that share memory (tied embeddings) one name is enough.
     """
-    targets = model.state_dict()
     unknown = sorted(tensors.keys() - targets.keys())
     given = {targets[name].data_ptr() for name in tensors.keys() & targets.keys()}
     missing = sorted(name for name, target in targets.items() if target.data_ptr() not in given)
@@ -98,6 +117,11 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise WeightsError(f"weights do not fit {type(model).__name__}: {what}: {shown}")
+
+
+def write_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite the model's parameters and persistent buffers in place, cast to their dtype, by state-dict name."""
+    targets = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)

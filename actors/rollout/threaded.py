@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.engine import EngineClosedError, EngineStats, Generation, Request, WeightsError
+from actors.rollout.engine import EngineClosedError, EngineStats, Generation, Request
+from actors.rollout.load_weights import ReadWeights
 from actors.rollout.torch_engine import Decoder
 
 _Command = Callable[[], None]
@@ -39,8 +40,7 @@ class _Job:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Update:
     version: int
-    path: str | Path
-    base: str | Path | None
+    weights: ReadWeights
     future: asyncio.Future[None]
 
 
@@ -67,6 +67,7 @@ class ThreadedEngine:
         self._pending: set[asyncio.Future[Any]] = set()
         self._generating = 0
         self._handed_over = False
+        self._reading = asyncio.Lock()
         self._closing: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._broken = asyncio.Event()  # _error is set
@@ -116,10 +117,16 @@ class ThreadedEngine:
             self._generating -= 1
 
     async def update(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
-        """See `Engine`. Updates are carried out one after another, in the order of the calls."""
-        loop = self._serving()
-        update = _Update(version, path, base, self._expect(loop))
-        self._post(loop, partial(self._updates.append, update))
+        """See `Engine`. Updates are carried out one after another, in the order of the calls.
+
+        The weights are read while samples go on; only writing them into the model stops the decoding.
+        """
+        self._serving()
+        async with self._reading:
+            weights = await asyncio.to_thread(self._decoder.read, path, base)
+            loop = self._serving()
+            update = _Update(version, weights, self._expect(loop))
+            self._post(loop, partial(self._updates.append, update))
         await update.future
 
     def snapshot(self) -> list[Generation]:
@@ -257,12 +264,8 @@ class ThreadedEngine:
     def _load_updates(self) -> None:
         while self._updates and not (self._decoder.config.on_update == "drain" and self._decoder.running):
             update = self._updates.popleft()
-            try:
-                self._decoder.load(update.version, update.path, update.base)
-            except WeightsError as error:  # nothing was changed: the caller decides, the samples go on
-                self._outbox.append(_Result(update.future, error=error))
-            else:
-                self._outbox.append(_Result(update.future))
+            self._decoder.take(update.version, update.weights)
+            self._outbox.append(_Result(update.future))
 
     def _admit(self) -> None:
         """Fill free slots in order of arrival, but with one forward's worth of prompts a turn, lest the others wait."""

@@ -38,7 +38,7 @@ from actors.rollout.admission import settled
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import Generation, Request, UnsupportedModelError
 from actors.rollout.kv_cache import ATTENTION, SlotCache
-from actors.rollout.load_weights import WeightLoader
+from actors.rollout.load_weights import ReadWeights, WeightLoader
 from actors.rollout.prompt_cache import PromptCache
 from actors.rollout.rows import Rows
 from actors.rollout.sampling import I64, sample, uniforms
@@ -179,18 +179,28 @@ class Decoder:
         with self._lock:
             return [self._rows.generation(row, self.version, finished=False) for row in range(self._rows.count)]
 
-    @torch.inference_mode()
     def load(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
-        """Hold the weights at `path` as `version`. Running sequences go on under it, as `config.on_update` says.
+        """Hold the weights at `path` as `version`: `take` what was `read`."""
+        self.take(version, self.read(path, base))
 
-        With `base`, the weights there are meant, with the LoRA adapter at `path` merged into them. Tokens drawn so far
-        keep their version and logprobs. With "drain" there must be none running: the caller steps until then. Raises
-        `WeightsError`, before anything is changed, if the weights do not fit.
+    def read(self, path: str | Path, base: str | Path | None = None) -> ReadWeights:
+        """The weights at `path`; with `base` the weights there, with the LoRA adapter at `path` to be merged into them.
+
+        From any thread, while others decode. Raises `WeightsError` if they do not fit.
+        """
+        return self._weights.read(path, base)
+
+    @torch.inference_mode()
+    def take(self, version: int, weights: ReadWeights) -> None:
+        """Hold what was read as `version`. Running sequences go on under it, as `config.on_update` says.
+
+        Tokens drawn so far keep their version and logprobs. With "drain" there must be none running: the caller steps
+        until then.
         """
         if self.config.on_update == "drain" and self.running:
             raise ValueError(f"{self.running} sequences are running: drain means to finish them before the update")
         started = time.perf_counter()
-        self._weights.load(path, base)
+        self._weights.write(weights)
         self._prompts.clear()  # also with "keep", which lets running sequences go on, and no new one begin, on old ones
         with self._lock:
             self._rows.close_segments(self.version)
