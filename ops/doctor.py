@@ -28,6 +28,7 @@ MEMORY_GB_FEW = 4.0  # the small recipe's processes; SmolLM2 takes 5.5 GiB
 DISK_GB_FEW = 2.0
 EXTRAS = (
     ("math", "math_verify", "the reward `math_verify`"),
+    ("lora", "peft", "`trainer.lora`"),
     ("parquet", "pyarrow", "data in Parquet files"),
     ("smollm2", "gguf", "recipes/smollm2.yaml"),
 )
