@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from ops.commands.bench import bench
+from ops.commands.export import export
 from ops.commands.metrics import metrics
 from ops.commands.options import (
     AsJson,
@@ -184,6 +185,7 @@ app.add_typer(replay, name="replay")
 app.command()(trace)
 app.command()(diff)
 app.command()(metrics)
+app.command()(export)
 
 
 @app.command("eval")

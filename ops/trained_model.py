@@ -69,16 +69,20 @@ def export_model(learner: Learner, initial: Path, folder: Path) -> None:
     """
     import torch
 
-    from ops.host import replace_folder
-    from ops.text import HfTokenizer
-
     if learner.config.lora is not None:
         _export_adapter(learner, initial, folder.with_name("adapter"))
     weights = learner.weights(torch.float32)
-    if learner.ranks.rank:
-        return
+    if learner.ranks.rank == 0:
+        write_model(learner.model, weights, initial, folder)
+
+
+def write_model(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], initial: Path, folder: Path) -> None:
+    """Write `weights` as a model like `model` into `folder`, with the tokenizer of `initial`; whole or not at all."""
+    from ops.host import replace_folder
+    from ops.text import HfTokenizer
+
     aside = folder.with_name(f".{folder.name}-{os.getpid()}")
-    learner.model.save_pretrained(aside, state_dict=weights)
+    model.save_pretrained(aside, state_dict=dict(weights))
     HfTokenizer(str(initial)).save(aside)
     replace_folder(aside, folder)
 

@@ -24,18 +24,17 @@ from tests.e2e.kills.points import EXPORT_PHASES, OUTSIDE, STEP_PHASES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STEPS = 24
 SMALL = (
-    f"steps={STEPS}",
-    f"controller.max_staleness={STEPS}",  # every sample is of version 0
+    "controller.max_staleness=100",  # every sample is of version 0
     "controller.batch_groups=2",
     "trainer.micro_batch_tokens=128",
 )
+STEPS_PER_KILL, STEPS_MIN = 1.0, 24  # each death moves the run on by a step or so, some by three
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "grpo": (50, ("trainer.algorithm=grpo",)),
-    "minibatches": (12, ("trainer.algorithm=grpo", "trainer.minibatches=2", "trainer.warmup_steps=5")),
-    "lora": (12, ("trainer.algorithm=grpo", "trainer.lora.rank=4", "trainer.minibatches=2")),
-    "critic": (12, ("trainer.algorithm=ppo", "trainer.minibatches=2")),
+    "minibatches": (12, ("trainer.algorithm=grpo", "trainer.minibatches=2", "trainer.publish.overlap=false")),
+    "lora": (12, ("trainer.algorithm=grpo", "trainer.minibatches=2", "trainer.lora.rank=4")),
+    "critic": (12, ("trainer.algorithm=ppo", "trainer.minibatches=2", "trainer.publish.delta=false")),
 }
 
 
@@ -59,33 +58,35 @@ async def test_a_trainer_that_is_killed_in_every_phase_leaves_the_weights_of_one
     kills = int(os.environ.get("ROLLSTREAM_KILLS", kills))
     seed = int(os.environ.get("ROLLSTREAM_KILLS_SEED", time.time_ns() % 100_000))
     print(f"ROLLSTREAM_KILLS={kills} ROLLSTREAM_KILLS_SEED={seed}")  # pytest shows it if the test fails
-    recipe = load_recipe(RECIPE, [*SMALL, *changes])
+    steps = max(STEPS_MIN, round(kills * STEPS_PER_KILL))
+    recipe = load_recipe(RECIPE, [f"steps={steps}", *SMALL, *changes])
     undisturbed = await hunt.run(f"{variant}-undisturbed", recipe, seed=seed)
-    killed = await hunt.run(f"{variant}-killed", recipe, draw_deaths(seed, kills, STEPS), seed)
+    killed = await hunt.run(f"{variant}-killed", recipe, draw_deaths(seed, kills, steps), seed)
     print(dict(killed.deaths))
     assert killed.deaths.total() == kills
     assert killed.deaths.keys() >= {*EXPORT_PHASES, OUTSIDE}
     if kills >= 2 * len(STEP_PHASES):
         assert {*STEP_PHASES} - killed.deaths.keys() == set()
-    assert_sound(undisturbed)
-    assert_sound(killed)
+    assert_sound(undisturbed, steps)
+    assert_sound(killed, steps)
     assert_same(killed, undisturbed)
 
 
-def assert_sound(outcome: Outcome) -> None:
+def assert_sound(outcome: Outcome, steps: int) -> None:
     assert outcome.audit.clean, outcome.audit.to_json()
     assert outcome.audit.report.ended
-    assert [event.version for event in outcome.weights] == list(range(STEPS + 1))
-    assert [(done.step, done.version) for done in outcome.steps] == [(step, step + 1) for step in range(STEPS)]
-    assert len({event.digest for event in outcome.weights}) == STEPS + 1  # every step moves the weights
+    assert [event.version for event in outcome.weights] == list(range(steps + 1))
+    assert [(done.step, done.version) for done in outcome.steps] == [(step, step + 1) for step in range(steps)]
+    assert len({event.result_digest for event in outcome.weights}) == steps + 1  # every step moves the weights
     assert [path for path in outcome.leftovers if not path.startswith("weights/")] == []  # those go after an hour
 
 
 def assert_same(killed: Outcome, undisturbed: Outcome) -> None:
-    assert [event.digest for event in killed.weights] == [event.digest for event in undisturbed.weights]
+    # what is sent as a delta by one may be sent in full by the other, which began again
+    assert [event.result_digest for event in killed.weights] == [event.result_digest for event in undisturbed.weights]
     assert killed.metrics == undisturbed.metrics
     assert killed.model == undisturbed.model
-    assert killed.checkpoint[0] == undisturbed.checkpoint[0] == STEPS
+    assert killed.checkpoint[0] == undisturbed.checkpoint[0]
     assert [path for path, one, other in _pairs(killed.checkpoint[1], undisturbed.checkpoint[1]) if one != other] == []
 
 

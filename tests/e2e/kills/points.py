@@ -153,14 +153,13 @@ def _arm_learner(death: Death) -> None:
 
 
 def _arm_files(death: Death) -> None:
-    import safetensors.torch
     import torch
 
     from actors.trainer.checkpoint import Checkpoints
     from bus.weights import WeightStore
     from ops.text import HfTokenizer
 
-    save, dump, rename, rmtree, save_file = torch.save, json.dump, os.rename, shutil.rmtree, safetensors.torch.save_file
+    save, dump, rename, rmtree, fsync = torch.save, json.dump, os.rename, shutil.rmtree, os.fsync
 
     def half_saved(state: Any, file: Any) -> None:
         if death.passes("checkpoint half written"):
@@ -179,11 +178,12 @@ def _arm_files(death: Death) -> None:
             death.die("manifest half written")
         dump(told, file)
 
-    def half_written(tensors: Any, path: Any, metadata: Any = None) -> None:
-        save_file(tensors, path, metadata)
-        if death.passes("weights half written"):
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.parent.name == "weights" and path.name.startswith(".tmp-") and death.passes("weights half written"):
             os.truncate(path, os.path.getsize(path) // 2)
             death.die("weights half written")
+        fsync(descriptor)
 
     def renamed(source: Any, target: Any, **options: Any) -> None:
         what = {"checkpoints": "checkpoint", "weights": "weights"}.get(Path(target).parent.name, Path(target).name)
@@ -201,7 +201,7 @@ def _arm_files(death: Death) -> None:
             death.at("model removed for another")
 
     torch.save, json.dump, os.rename = half_saved, half_dumped, renamed  # type: ignore[assignment]
-    shutil.rmtree, safetensors.torch.save_file = removed, half_written  # type: ignore[assignment]
+    shutil.rmtree, os.fsync = removed, synced  # type: ignore[assignment]
     _around(death, Checkpoints, "save", after="checkpoint saved")
     _around(death, WeightStore, "collect", after="versions collected")
     _around(death, HfTokenizer, "save", before="model half exported")
