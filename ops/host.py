@@ -263,7 +263,7 @@ def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     from actors.reward.pool import RewardPool
     from ops.text import decoder_of
 
-    pool = RewardPool(recipe.reward, recipe.base, decoder_of(initial_model(spec.folder)))
+    pool = RewardPool(recipe.reward, recipe.base, decoder_of(lambda: initial_model(spec.folder)))
     return RewardWorker(bus, recipe.reward, pool, name)
 
 

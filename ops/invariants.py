@@ -47,6 +47,7 @@ from schemas.upcast import NewerMessage
 READ_ORDER: Final = (
     CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD,
 )  # fmt: skip
+FLOAT_BYTES: Final = 4
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
 
 
@@ -74,6 +75,7 @@ class _Trained:
     step: int
     rollout_seq: int
     reward: float
+    scored_seq: int  # where its process rewards are, 0 without
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,11 +240,12 @@ class Auditor:
             self.checks["log"].fail(f"batch {batch.step} has {len(groups)} groups, not {self._rules[0].batch_groups}")
         self._trained_groups |= groups
         self._eta[batch.step] = batch.max_staleness
-        for group, index, seq, reward in zip(
+        for group, index, seq, reward, scored_seq in zip(
             batch.group_ids.tolist(),
             batch.indices.tolist(),
             batch.rollout_seqs.tolist(),
             batch.rewards.tolist(),
+            batch.scored_seqs.tolist() or [0] * len(batch.rewards),
             strict=True,
         ):
             key = sample_key((group, index))
@@ -250,7 +253,7 @@ class Auditor:
             if key in self._trained:
                 once.fail(f"{named(key)} is trained in step {self._trained[key].step} and in step {batch.step}")
                 continue
-            self._trained[key] = _Trained(batch.step, seq, reward)
+            self._trained[key] = _Trained(batch.step, seq, reward, scored_seq)
             self._key_at[seq] = key
         self._newest = batch
         self._newest_ended = {name for name, *_ in batch.dropped}
@@ -385,6 +388,15 @@ class Auditor:
             self.checks["log"].fail(
                 f"step {trained.step} trains {named(key)} with reward {trained.reward} of rollouts "
                 f"{trained.rollout_seq}; its verdict was {told[0]} on {told[1]}"
+            )
+        rewarded = len(fields.get("token_rewards", b"")) // FLOAT_BYTES
+        tokens = sum(count for _, count in struct.iter_unpack("<ii", fields["segments"]))
+        if rewarded not in (0, tokens):
+            self.checks["log"].fail(f"{named(key)} has {rewarded} token rewards for {tokens} tokens")
+        if trained.scored_seq != (entry.seq if rewarded else 0):
+            self.checks["log"].fail(
+                f"step {trained.step} trains {named(key)} with the process rewards of scored {trained.scored_seq}; its "
+                f"own verdict is scored {entry.seq}, with {rewarded}"
             )
 
     def _step(self, entry: Entry) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,18 @@ class HfTokenizer:
         return int(self._tokenizer.eos_token_id)
 
 
-def decoder_of(path: Path) -> Callable[[], Callable[[Sequence[int]], str]]:
-    """Gives, once it is asked for, `HfTokenizer.decode` of the model in this folder; loaded at the first time."""
-    return cache(lambda: HfTokenizer(str(path)).decode)
+def decoder_of(folder: Callable[[], Path]) -> Callable[[], Callable[[Sequence[int]], str]]:
+    """Gives, once it is asked for, `HfTokenizer.decode` of the model in a folder; from any thread, loaded once."""
+    lock = threading.Lock()  # transformers cannot be imported by two threads at once
+    loaded: list[HfTokenizer] = []
+
+    def decoder() -> Callable[[Sequence[int]], str]:
+        with lock:
+            if not loaded:
+                loaded.append(HfTokenizer(str(folder())))
+            return loaded[0].decode
+
+    return decoder
 
 
 def visible(text: str) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from functools import cache
 from pathlib import Path
 
 from actors.reward.pool import RewardPool
@@ -59,7 +58,7 @@ async def reward_pool(recipe: Recipe, source: LogSource) -> AsyncIterator[Reward
     """The recipe's reward function, ready to be asked about rollouts of the log. Raises `UserError` if it cannot be
     loaded."""
     with tempfile.TemporaryDirectory() as aside:
-        decoder = cache(lambda: decoder_of(initial_model_of(source, Path(aside) / "initial"))())
+        decoder = decoder_of(lambda: initial_model_of(source, Path(aside) / "initial"))
         pool = RewardPool(recipe.reward, recipe.base, decoder)
         try:
             await pool.start()

@@ -24,9 +24,9 @@ IN_ORDER: tuple[Role, ...] = ("trainer", "rollout", "reward", "controller")
 SMALL = ("controller.batch_groups=2", "rollout.max_new_tokens=64", "rollout.slots=4")
 
 
-async def record_run(folder: Path) -> Path:
+async def record_run(folder: Path, *changes: str) -> Path:
     """Run the recipe of the end-to-end tests for a few steps and record it; the recording's path."""
-    recipe = load_recipe(RECIPE, [f"steps={STEPS}", *SMALL])
+    recipe = load_recipe(RECIPE, [f"steps={STEPS}", *SMALL, *changes])
     prepare(recipe, folder)
     hub = MemoryHub()
     bus = MemoryBus(RUN, hub)
