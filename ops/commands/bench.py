@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -55,6 +55,33 @@ def bench_cost(
     from ops import bench_cost as command
 
     finish(command.bench_cost(steps, warm, out, folder))
+
+
+@bench.command("engines")
+def bench_engines(
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A folder as transformers writes it; by default SmolLM2-135M.")
+    ] = None,
+    batches: Annotated[str, typer.Option("--batches", metavar="N,N,...", help="Sizes of the batches.")] = "1,16,64",
+    new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens of each answer in them.")] = 64,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Of the long-tailed workload.")] = 96,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Decoded together of those.")] = 16,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each engine.")] = 2,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype", help="Of the weights.")] = "bfloat16",
+    out: ReportFile = None,
+) -> None:
+    """Count tokens per second of the built-in engine, of vLLM if it is installed, and of a padded `generate`.
+
+    ```
+    rollstream bench engines
+    rollstream bench engines --model my/model --batches 1,8 --out engines.md
+    ```
+    """
+    from ops import bench_engines as command
+    from ops.bench_staleness import numbers
+
+    sizes = numbers(batches, "--batches")
+    finish(command.bench_engines(model, sizes, new_tokens, samples, slots, rounds, dtype, out))
 
 
 @bench.command("staleness")
