@@ -68,6 +68,8 @@ COMMANDS = (
     "version",
     "bench async",
     "bench cost",
+    "bench staleness",
+    "bench packing",
 )
 
 
