@@ -26,6 +26,7 @@ from ops.bench import describe_machine, publish, say
 from ops.models import ModelConfig, prepare_model
 from schemas import UserError
 
+BATCHES = (1, 16, 64)
 PROMPT_TOKENS = (16, 48)
 MEDIAN_TOKENS, SPREAD = 32, 0.9  # of the long-tailed lengths: log-normal, as answers with reasoning are
 LONGEST_TOKENS = 256
@@ -59,7 +60,7 @@ class Workload:
 
 async def bench_engines(
     model: Path | None,
-    batches: Sequence[int] = (1, 16, 64),
+    batches: Sequence[int] = BATCHES,
     new_tokens: int = 64,
     samples: int = 96,
     slots: int = 16,

@@ -62,7 +62,9 @@ def bench_engines(
     model: Annotated[
         Path | None, typer.Option("--model", help="A folder as transformers writes it; by default SmolLM2-135M.")
     ] = None,
-    batches: Annotated[str, typer.Option("--batches", metavar="N,N,...", help="Sizes of the batches.")] = "1,16,64",
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="A batch of so many; repeatable. By default 1, 16, 64.")
+    ] = None,
     new_tokens: Annotated[int, typer.Option("--new", min=1, help="Tokens of each answer in them.")] = 64,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Of the long-tailed workload.")] = 96,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Decoded together of those.")] = 16,
@@ -74,14 +76,12 @@ def bench_engines(
 
     ```
     rollstream bench engines
-    rollstream bench engines --model my/model --batches 1,8 --out engines.md
+    rollstream bench engines --model my/model --batch 1 --batch 8 --out engines.md
     ```
     """
     from ops import bench_engines as command
-    from ops.bench_staleness import numbers
 
-    sizes = numbers(batches, "--batches")
-    finish(command.bench_engines(model, sizes, new_tokens, samples, slots, rounds, dtype, out))
+    finish(command.bench_engines(model, batches or command.BATCHES, new_tokens, samples, slots, rounds, dtype, out))
 
 
 @bench.command("staleness")
