@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer.config import TrainerConfig
@@ -35,6 +35,7 @@ def test_each_second_of_waiting_has_one_cause() -> None:
     assert Wait(10.0, 3.0, 12.0).by_cause(1.0, 2.0, 3.0)["loading"] == 2.0  # but not yet its samples
 
 
+@settings(deadline=None)
 @given(began=MOMENT, arrived=MOMENT, more=MOMENT, times=st.tuples(MOMENT, MOMENT, MOMENT))
 def test_the_causes_sum_up_to_the_wait(began: float, arrived: float, more: float, times: tuple[float, ...]) -> None:
     """Whatever the clocks say: those of two machines may disagree."""
@@ -43,6 +44,7 @@ def test_the_causes_sum_up_to_the_wait(began: float, arrived: float, more: float
     assert sum(causes.values()) == pytest.approx(max(0.0, arrived + more - began), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_ages_are_those_of_the_tokens(counts: list[int]) -> None:
     ages = np.repeat(np.arange(len(counts)), counts)

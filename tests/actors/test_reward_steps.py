@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.reward.config import RewardConfig
@@ -29,6 +29,7 @@ def decode(tokens: Sequence[int]) -> str:
 CHARACTERS = [[0], [1], [2], [3, 4], [5, 6, 7, 8]]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
 def test_a_steps_reward_falls_on_the_token_that_completes_it(characters: list[int], data: st.DataObject) -> None:
     tokens = [token for character in characters for token in CHARACTERS[character]]
