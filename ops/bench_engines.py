@@ -27,6 +27,7 @@ from ops.models import ModelConfig, prepare_model
 from schemas import UserError
 
 BATCHES = (1, 16, 64)
+WARM_UP_TOKENS = 4
 PROMPT_TOKENS = (16, 48)
 MEDIAN_TOKENS, SPREAD = 32, 0.9  # of the long-tailed lengths: log-normal, as answers with reasoning are
 LONGEST_TOKENS = 256
@@ -138,8 +139,9 @@ async def measure(model: Path, workloads: Sequence[Workload], rounds: int, dtype
 
 
 async def _in_turns(contenders: Mapping[str, Generate], workload: Workload, rounds: int) -> dict[str, Speed]:
+    short = [dataclasses.replace(one, sampling=Sampling(WARM_UP_TOKENS)) for one in workload.requests[: workload.slots]]
     for generate in contenders.values():  # kernels are chosen and caches made on the first call
-        await generate(workload.requests[: workload.slots])
+        await generate(short)
     speeds = {name: Speed() for name in contenders}
     for turn in range(rounds):
         for name in list(contenders)[:: -1 if turn % 2 else 1]:
