@@ -54,8 +54,8 @@ class _Result:
 class ThreadedEngine:
     """`engine.Engine` over a `Decoder`. All methods but `snapshot` belong to the loop that awaited `start`.
 
-    With on_update "drain", waiting requests stay out of the batch until the update is done. An exception in the thread
-    is raised by every pending call and by all later ones, as it is.
+    With on_update "drain", waiting requests stay out of the batch from when the weights are read until they are held.
+    An exception in the thread is raised by every pending call and by all later ones, as it is.
     """
 
     def __init__(self, decoder: Decoder) -> None:

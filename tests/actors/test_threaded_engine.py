@@ -3,6 +3,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -18,6 +19,7 @@ from actors.rollout.engine import (
     Sampling,
     WeightsError,
 )
+from actors.rollout.load_weights import ReadWeights
 from actors.rollout.threaded import ThreadedEngine
 from actors.rollout.torch_engine import Decoder
 from tests.actors.tiny_model import CONTEXT, VOCAB, make_model, save_weights, segment_logprobs
@@ -63,6 +65,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def ready(weights: ReadWeights, *_: object) -> ReadWeights:
+    return weights
 
 
 def grown(engine: Engine, tokens: int) -> Callable[[], bool]:
@@ -133,12 +139,35 @@ async def test_updates_interrupt_running_samples_between_tokens(tmp_path):
         assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
 
 
+async def test_samples_go_on_while_new_weights_are_read(tmp_path):
+    """Reading a large model takes seconds; only writing it into memory stops the decoding."""
+    allowed = threading.Event()
+
+    class SlowReader(SlowDecoder):
+        def read(self, *of):
+            assert allowed.wait(20)
+            return super().read(*of)
+
+    async with serving(kind=SlowReader) as engine:
+        (running,) = launch(engine, [request(new=40)])
+        updating = asyncio.create_task(engine.update(1, save_weights(tmp_path / "1.safetensors", seed=1)))
+        await until(grown(engine, 10))
+        assert engine.version == 0
+        allowed.set()
+        await updating
+        assert engine.version == 1
+        assert engine.stats().swapping_s > 0
+        assert [version for version, _ in (await running).segments] == [0, 1]
+
+
 async def test_drain_finishes_with_the_old_weights_and_starts_nothing(tmp_path):
     """Synchronous training (staleness zero) must see whole samples of one version only."""
     async with serving(on_update="drain", slots=3) as engine:
+        path = save_weights(tmp_path / "1.safetensors", seed=1)
+        engine._decoder.read = partial(ready, engine._decoder.read(path))  # what may begin while it is read is no matter
         tasks = launch(engine, [request("short", new=8), *batch(4, new=20)])
         await until(grown(engine, 4))
-        await engine.update(1, save_weights(tmp_path / "1.safetensors", seed=1))
+        await engine.update(1, path)
         assert [task.done() for task in tasks] == [True, True, True, False, False]
         done = await asyncio.gather(*tasks)
     assert [generation.segments for generation in done] == [((0, 8),), ((0, 20),), ((0, 20),), ((1, 20),), ((1, 20),)]
