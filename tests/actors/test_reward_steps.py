@@ -30,11 +30,11 @@ CHARACTERS = [[0], [1], [2], [3, 4], [5, 6, 7, 8]]
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
-def test_a_steps_reward_falls_on_the_token_that_completes_it(characters: list[int], data: st.DataObject) -> None:
-    tokens = [token for character in characters for token in CHARACTERS[character]]
-    last = np.cumsum([len(CHARACTERS[character]) for character in characters]) - 1  # of each character
-    ends = sorted(data.draw(st.sets(st.integers(1, len(characters)), min_size=1)))
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=12))
+def test_a_steps_reward_falls_on_the_token_that_completes_it(characters: list[tuple[int, bool]]) -> None:
+    tokens = [token for character, _ in characters for token in CHARACTERS[character]]
+    last = np.cumsum([len(CHARACTERS[character]) for character, _ in characters]) - 1  # of each character
+    ends = [i + 1 for i, (_, ended) in enumerate(characters) if ended]
     rewards, places = place([(end, float(end)) for end in ends], tokens, decode(tokens), decode)
     assert places == tuple(int(last[end - 1]) for end in ends)
     assert [rewards[at] for at in places] == [float(end) for end in ends]
