@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from ops.bench_staleness_run import Course
+from ops.bench_staleness_run import HELD_OUT_EVERY, Course
 from ops.recipe import Recipe
 from ops.view import running_mean
 
@@ -26,7 +26,7 @@ SEEDS_MAX = max(T95)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """Values of one thing, one for each seed."""
+    """Values of one thing, one for each seed; NaN where it was not measured."""
 
     values: Sequence[float]
 
@@ -38,6 +38,8 @@ class Estimate:
     @property
     def spread(self) -> float:
         """Their standard deviation; 0 of one."""
+        if math.isnan(self.mean):
+            return math.nan
         return stdev(self.values) if len(self.values) > 1 else 0.0
 
     @property
@@ -49,7 +51,7 @@ class Estimate:
     @property
     def sign(self) -> int:
         """1 or −1 if the interval lies on one side of 0, else 0."""
-        return 0 if abs(self.mean) <= self.half_width else int(math.copysign(1, self.mean))
+        return int(math.copysign(1, self.mean)) if abs(self.mean) > self.half_width else 0
 
     def __sub__(self, other: Estimate) -> Estimate:
         return Estimate([a - b for a, b in zip(self.values, other.values, strict=True)])
@@ -73,9 +75,16 @@ def held_out(course: Course) -> float:
     return course.held_out[-1][1] if course.held_out else math.nan
 
 
+def held_out_between(course: Course) -> float:
+    """Mean held-out reward of the policies between the first and the last; NaN if none was measured."""
+    between = [reward for _, reward in course.held_out[1:-1]]
+    return fmean(between) if between else math.nan
+
+
 MEASURES: dict[str, Measure] = {
     "over the run": over_the_run,
     f"last {LAST_STEPS} steps": of_the_last,
+    "held-out, between": held_out_between,
     "held-out, at the end": held_out,
 }
 
@@ -136,7 +145,9 @@ def report(exact: Study, live: Study, recipe: Recipe, machine: str, *, plotted: 
         "",
         "Rewards of batches are those of the policy that sampled, η versions ago, so even learning that age does not "
         "disturb would show them η steps later. *Delayed* is that: the rewards at η = 0, later by η steps. Held-out "
-        "reward is the newest policy's.",
+        f"reward is the newest policy's, on {recipe.evaluation.count} problems, "
+        f"{'greedily' if recipe.evaluation.greedy else 'sampled'}: *between* is the mean of those after every "
+        f"{HELD_OUT_EVERY} steps.",
         "",
         *_differences(exact),
         "",
@@ -166,8 +177,9 @@ def _rewards(study: Study, *, delayed: bool) -> list[str]:
     lines = ["| η | | staleness | " + " | ".join(MEASURES) + " |", "|--:|---|--:|" + "--:|" * len(MEASURES)]
     for bound in study.bounds:
         if delayed and bound:
-            told = [_told(Estimate([m(course) for course in study.delayed(bound)])) for m in MEASURES.values()]
-            lines.append(f"| {bound} | *delayed* | | {told[0]} | {told[1]} | |")
+            late = study.delayed(bound)
+            told = [_told(Estimate([measure(course) for course in late])) for measure in (over_the_run, of_the_last)]
+            lines.append(f"| {bound} | *delayed* | | {told[0]} | {told[1]} | | |")
         for loss in LOSSES:
             age = study.estimate(bound, loss, lambda course: fmean(course.series["staleness"]))
             told = [_told(study.estimate(bound, loss, measure)) for measure in MEASURES.values()]
@@ -200,7 +212,7 @@ def _gain(study: Study, bound: int, measure: Measure) -> Estimate:
 def _signed(estimate: Estimate) -> str:
     if math.isnan(estimate.mean):
         return "–"
-    text = f"{estimate.mean:+.3f} ± {estimate.half_width:.3f}"
+    text = f"{estimate.mean:+.3f}" + (f" ± {estimate.half_width:.3f}" if len(estimate.values) > 1 else "")
     return f"**{text}**" if estimate.sign else text
 
 
@@ -230,6 +242,10 @@ def _verdicts(study: Study) -> list[str]:
             "- At η = 0 both are the same algorithm but for rounding. That they differ there by "
             f"{_signed(noise).strip('*')} over the run is what chance does in this study."
         )
+    lines.append(
+        f"- Of {len(MEASURES) * len(study.bounds)} intervals of 95 % one or two leave out 0 by chance: look at what "
+        "holds for several η, and in one direction."
+    )
     return lines
 
 
@@ -275,7 +291,7 @@ def plot(exact: Study, path: Path) -> None:
                 steps, [min(v) for v in at_each], [max(v) for v in at_each], color=colour, alpha=0.15, lw=0
             )
             axes.plot(steps, [fmean(v) for v in at_each], color=colour, lw=2, label=f"η = {bound}")
-        axes.set(title=f"{loss} PPO", xlabel="training step", ylim=(0, 1))
+        axes.set(title=f"{loss} PPO: reward by step", xlabel="training step", ylim=(0, 1))
     panels[0].set_ylabel(f"reward of the batch, {SMOOTH_STEPS}-step mean\n(line: mean of the seeds, band: all of them)")
     panels[1].legend(loc="lower right", frameon=False, title="each batch's age")
     places = range(len(exact.bounds))
@@ -286,7 +302,7 @@ def plot(exact: Study, path: Path) -> None:
     for (name, estimates), (plain, marker, line) in zip(shown, styles, strict=False):
         means, spreads = [e.mean for e in estimates], [e.spread for e in estimates]
         summary.errorbar(places, means, spreads, color=plain, marker=marker, ls=line, lw=2, capsize=3, label=name)
-    summary.set(title="mean over the run", xlabel="η, versions", ylim=(0, 1))
+    summary.set(title="reward, mean over the run", xlabel="η, versions", ylim=(0, 1))
     summary.set_xticks(list(places), [str(bound) for bound in exact.bounds])
     summary.legend(loc="lower left", frameon=False)
     for axes in (*panels, summary):
