@@ -117,6 +117,12 @@ class Target:
             return await asyncio.wait_for(self._process.wait(), timeout_s)
         return None
 
+    async def interrupt(self) -> int:
+        """Ctrl-C: drain; returns the exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        return await self._process.wait()
+
     async def destroy(self) -> None:
         """Leave nobody behind, and nobody stopped."""
         for task in list(self._stopped):

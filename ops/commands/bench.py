@@ -146,3 +146,26 @@ def bench_packing(
     from ops import bench_packing as command
 
     finish(command.bench_packing(recipe, overrides or (), steps=steps, warm=warm, out=out))
+
+
+@bench.command("soak")
+def bench_soak(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.5, help="How long workers come and go.")] = 10.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of who joins and leaves, when and how.")] = 0,
+    out: ReportFile = None,
+    folder: BenchDir = None,
+) -> None:
+    """Let rollout workers join, leave and be killed all the time, and watch age, waste, memory and the log.
+
+    Exit status 1 if tokens get too old, too many are discarded, memory grows, or the audit finds anything.
+
+    ```
+    rollstream bench soak recipes/running_total.yaml
+    rollstream bench soak recipes/running_total.yaml --minutes 2 --seed 3 --out docs/bench-soak.md
+    ```
+    """
+    from ops.soak.command import Soak, soak
+
+    finish(soak(Soak(recipe, tuple(overrides or ()), minutes, seed, out, folder)))
