@@ -267,6 +267,17 @@ def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     return RewardWorker(bus, recipe.reward, pool, name)
 
 
+def _early_stop(recipe: Recipe, decode: Callable[[Sequence[int]], str]) -> Any:
+    from actors.functions import load_function
+    from actors.rollout.early_stop import EarlyStop
+
+    config = recipe.rollout.stop_early
+    if config is None:
+        return None
+    predicate = load_function(config.predicate, recipe.base) if config.predicate else None
+    return EarlyStop(config, recipe.rollout.max_new_tokens, decode, predicate)
+
+
 def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from transformers import AutoConfig
@@ -280,7 +291,8 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         tokenizer = HfTokenizer(path)
         stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
         weights = reader_of(bus, recipe, spec.folder)
-        return RolloutWorker(bus, recipe.rollout, engine, tokenizer, stop_ids, weights, name)
+        early = _early_stop(recipe, tokenizer.decode)
+        return RolloutWorker(bus, recipe.rollout, engine, tokenizer, stop_ids, weights, name, early)
 
     return _Lazy(build)
 

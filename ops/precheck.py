@@ -13,7 +13,7 @@ from schemas import UserError
 
 
 def check_files(recipe: Recipe) -> None:
-    """Draw a row of the data, held-out data too, and load the reward, loss and advantage functions; look for peft.
+    """Draw a row of the data, held-out data too, and load all functions that the recipe names; look for peft.
 
     Raises `UserError`.
     """
@@ -30,6 +30,9 @@ def check_files(recipe: Recipe) -> None:
             "trainer.lora needs the package peft, which is not installed here.",
             "pip install 'rollstream[lora]', or leave trainer.lora out.",
         )
+    predicate = recipe.rollout.stop_early.predicate if recipe.rollout.stop_early is not None else None
+    if predicate is not None:
+        load_function(predicate, recipe.base)
     for named in (recipe.trainer.loss, recipe.trainer.advantage.function):
         if named is not None and ":" in named:
             load_function(named, recipe.base)

@@ -18,6 +18,7 @@ import structlog
 from actors import clock
 from actors.gauges import Gauges
 from actors.rollout.config import RolloutConfig
+from actors.rollout.early_stop import EarlyStop, Guard
 from actors.rollout.engine import Engine, EngineError, Generation, Request, Sampling, WeightsError
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, Rejected, Retry, serve
@@ -65,10 +66,12 @@ class RolloutWorker:
         stop_token_ids: tuple[int, ...],
         weights: WeightsPort,
         name: str,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
         self.engine = engine
+        self._guard = Guard(engine, early_stop) if early_stop is not None else None
         self.weights = weights
         self.name = name
         self.decode = tokenizer.decode
@@ -96,6 +99,8 @@ class RolloutWorker:
         async with self.gauges.beating():
             self.gauges.state = "working"
             helpers = [asyncio.create_task(self._follow_weights(), name=f"{self.name} follows weights")]
+            if self._guard is not None:
+                helpers.append(asyncio.create_task(self._guard.watch(), name=f"{self.name} gives hopeless ones up"))
             if self.config.partial_every:
                 helpers.append(asyncio.create_task(self._save_partials(), name=f"{self.name} saves partials"))
             serving = asyncio.create_task(
@@ -131,9 +136,11 @@ class RolloutWorker:
         try:
             prompt_tokens = self._encode(message.prompt)
             prefix = _prefix(message, prompt_tokens, resumed) if resumed else None
-            generation = await self.engine.generate(
-                Request(message.sample_id, prompt_tokens, self.sampling, message.seed, prefix)
-            )
+            request = Request(message.sample_id, prompt_tokens, self.sampling, message.seed, prefix)
+            if self._guard is None:
+                generation, cut, saved = await self.engine.generate(request), None, 0
+            else:
+                generation, cut, saved = await self._guard.generate(request)
         except (EngineError, ValueError) as error:
             if isinstance(error, EngineError) and not isinstance(error, ValueError):
                 raise
@@ -158,6 +165,8 @@ class RolloutWorker:
                 worker=self.name,
                 seconds=clock.monotonic_s() - arrived,
                 resumed=delivery.deliveries - 1 if resumed else 0,
+                stopped=cut.reason if cut is not None else "",
+                saved=saved,
             )
         ]
 
@@ -247,6 +256,10 @@ class RolloutWorker:
         return {
             "tokens_generated": stats.tokens_generated,
             "forward_passes": stats.forward_passes,
+            "prefill_tokens": stats.prefill_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "stopped_early": self._guard.stopped if self._guard is not None else 0,
+            "saved_tokens": self._guard.saved_tokens if self._guard is not None else 0,
             "running": stats.running,
             "waiting": stats.waiting,
             "finished": self._finished,

@@ -25,6 +25,30 @@ class VllmConfig(Config):
     )
 
 
+class Repetition(Config):
+    """An answer that ends in the same few tokens over and over is hopeless."""
+
+    period: int = Field(32, ge=1, le=1024, description="tokens of the unit that is repeated, at most")
+    times: int = Field(4, ge=2, le=1024, description="how often it stands there, at least")
+    tokens: int = Field(64, ge=4, description="how long all repetitions are together, at least")
+
+
+class Budget(Config):
+    """An answer that has not written `marker` when only `reserve` tokens are left can no longer finish."""
+
+    marker: str = Field(min_length=1, description="what stands before the final answer, such as </think>")
+    reserve: int = Field(ge=1, description="tokens that the final answer takes, at least")
+
+
+class StopEarly(Config):
+    """Which unfinished answers are given up as hopeless. It biases the data: see docs/recipes.md."""
+
+    every: int = Field(32, ge=1, description="tokens between two looks at an answer; it is cut at a multiple of this")
+    repetition: Repetition | None = Field(None, description="loops; {} takes the defaults")
+    budget: Budget | None = Field(None, description="answers that are too late to finish")
+    predicate: str | None = Field(None, description="a function of the text so far that returns True if it is hopeless")
+
+
 class RolloutConfig(Config):
     """The `rollout` section of a recipe. `pydantic.ValidationError` names the field and the bound that it breaks."""
 
@@ -49,6 +73,7 @@ class RolloutConfig(Config):
     partial_every: int = Field(
         0, ge=0, description="tokens between two published prefixes of a running sample; 0 publishes at hand-over only"
     )
+    stop_early: StopEarly | None = Field(None, description="give hopeless answers up; finish is length, as if cut")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights and of the KV cache")
     threads: int = Field(1, ge=1, le=1024, description="torch threads of one worker process")
     prefill_tokens: int = Field(
@@ -70,6 +95,12 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        budget = self.stop_early.budget if self.stop_early else None
+        if budget is not None and budget.reserve >= self.max_new_tokens:
+            raise ValueError(
+                f"stop_early.budget.reserve {budget.reserve} of max_new_tokens {self.max_new_tokens}: every answer "
+                "would be given up => Lower the reserve, or raise max_new_tokens."
+            )
         if self.deterministic and self.engine != "torch":
             raise ValueError(
                 f"deterministic is true, but the engine is {self.engine}: only the built-in one can promise that => "

@@ -27,12 +27,7 @@ def report(asked: Soak, outcome: Outcome, machine: str) -> str:
         ("mean age of trained tokens, versions", f"{told.age:.2f}", f"≤ {AGE_MAX}", told.age <= AGE_MAX),
         ("tokens discarded", f"{told.discarded:.2%}", f"≤ {DISCARDED_MAX:.0%}", told.discarded <= DISCARDED_MAX),
         ("breaches of an invariant", str(broken), "0", audit.clean),
-        (
-            "samples without an end",
-            str(audit.report.totals.get("open", 0)),
-            "0",
-            not audit.report.totals.get("open", 0),
-        ),
+        ("samples without an end", str(open_), "0", not open_),
     ]
     return "\n".join(
         [
