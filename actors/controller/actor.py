@@ -18,6 +18,7 @@ import structlog
 from actors import clock
 from actors.controller.config import ControllerConfig
 from actors.controller.core import ControllerCore, Decision
+from actors.controller.stages import Stages
 from actors.gauges import Gauges
 from bus.port import Bus, Entry, Fenced
 from bus.reading import read_to_end
@@ -28,6 +29,7 @@ from bus.table import (
     LEASE_S,
     PROMPTS,
     PUBLISH_DEADLINE_S,
+    REWARD_WORKERS,
     ROLLOUT_WORKERS,
     SCORED,
     WEIGHTS,
@@ -73,6 +75,7 @@ class Controller:
         self.gauges = Gauges(bus, name, "controller", self._read_gauges)
         self._prompts_seq = 0
         self._batches_seq = 0
+        self._stages = Stages()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Stand by, become active, lead the run to its end or until `stop`."""
@@ -133,7 +136,7 @@ class Controller:
                     return await self._finish()
                 if lost.is_set():
                     return False
-                with self.gauges.waiting("rollouts and weights"), contextlib.suppress(TimeoutError):
+                with self.gauges.waiting(self._stages.limit(core)), contextlib.suppress(TimeoutError):
                     self._take(core, await asyncio.wait_for(events.get(), WAKE_S))
                 while not events.empty():
                     self._take(core, events.get_nowait())
@@ -187,7 +190,11 @@ class Controller:
 
     async def _look_at_queue(self, core: ControllerCore) -> None:
         while True:
-            core.unbegun_prompts = (await self.bus.backlog(ROLLOUT_WORKERS)).pending
+            prompts, rollouts = await asyncio.gather(
+                self.bus.backlog(ROLLOUT_WORKERS), self.bus.backlog(REWARD_WORKERS)
+            )
+            core.unbegun_prompts = prompts.pending
+            self._stages = Stages(prompts.pending, prompts.ack_pending, rollouts.pending + rollouts.ack_pending)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _pump(self, stream: Stream, start: int, events: asyncio.Queue[Entry]) -> None:
@@ -287,6 +294,9 @@ class Controller:
             "group_limit": core.pace.limit,
             "group_bound": core.bound,
             "unbegun_prompts": core.unbegun_prompts,
+            "generating_samples": self._stages.generating,
+            "scoring_samples": self._stages.scoring,
+            "trained_age": round(core.pace.age or 0.0, 3),
             "version": core.newest_version,
             "next_step": core.next_step,
             "admitted_groups": core.next_group,

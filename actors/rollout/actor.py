@@ -88,6 +88,7 @@ class RolloutWorker:
         self._finished = 0
         self._busy_s = 0.0
         self._swaps = 0
+        self._without_version = 0  # prompts that wait for weights
         self._refused = -1  # the newest version that could not be had
         self.gauges = Gauges(bus, name, "rollout", self._read_gauges)
 
@@ -173,12 +174,15 @@ class RolloutWorker:
     async def _have_version(self, version: int) -> None:
         if self.engine.version >= version:
             return
+        self._without_version += 1
         try:
             async with self._updated, asyncio.timeout(VERSION_WAIT_S):
                 while self.engine.version < version:
                     await self._updated.wait()
         except TimeoutError:
             raise Retry(delay_s=1.0) from None
+        finally:
+            self._without_version -= 1
 
     async def _partial(self, prompt: Prompt) -> Partial | None:
         entry = await self.bus.last(PARTIALS, prompt.sample_id)
@@ -269,7 +273,7 @@ class RolloutWorker:
             "swapping_s": round(stats.swapping_s, 3),
             "idle_share": round(max(0.0, 1.0 - busy / self.gauges.span_s), 3),
             "idle_s": round(max(0.0, self.gauges.alive_s - stats.busy_s - stats.swapping_s), 3),
-            "idle_why": "prompts" if stats.running == 0 else "",
+            "idle_why": "" if stats.running else "weights" if self._without_version else "prompts",
         }
 
 
