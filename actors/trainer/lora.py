@@ -132,7 +132,9 @@ def check_checkpoint(lora: Lora | None, state: Mapping[str, Tensor]) -> None:
         told = f"The checkpoint holds {held}, and the recipe has {'no' if lora is None else 'a'} trainer.lora"
     else:
         told = f"The checkpoint holds {held} of another rank or other targets than trainer.lora has"
-    raise UserError(f"{told}.", "Set trainer.lora as it was when the run began, or begin a new run.")
+    raise UserError(
+        f"{told}.", "Set trainer.lora as it was when the run began, or begin anew: a new run, or a replay from step 0."
+    )
 
 
 def _peft() -> ModuleType:

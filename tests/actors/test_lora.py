@@ -81,7 +81,7 @@ def test_only_adapters_are_trained_saved_and_sent() -> None:
 
 def test_training_resumed_from_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
     learner = trained(qwen3(), steps=2)
-    checkpoint.save(tmp_path, 2, learner.state_dict(), keep=1)
+    checkpoint.save(tmp_path, 2, learner.state_dict())
     loaded = checkpoint.load_newest(tmp_path)
     assert loaded is not None
     for step in (2, 3):
