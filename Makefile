@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests that run at once. Many of them wait for processes, so two take half the time even on two cores.
 TEST_JOBS ?= 2
 
-.PHONY: run smollm2 test test-vllm chaos sim clean
+.PHONY: run smollm2 test test-vllm chaos kills sim clean
 
 run: $(STAMP)
 	$(BIN)/rollstream run recipes/running_total.yaml
@@ -32,6 +32,10 @@ test-vllm: $(VLLM_STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/rollstream chaos recipes/running_total.yaml
+
+# 200 kills of the trainer in each of four kinds of run; the tests do 86.
+kills: $(STAMP)
+	ROLLSTREAM_KILLS=200 $(BIN)/python -m pytest tests/e2e/test_trainer_kills.py -n 0
 
 sim: $(STAMP)
 	$(BIN)/rollstream sim --seeds 2000 --jobs 2 --regressions tests/sim/regressions.txt

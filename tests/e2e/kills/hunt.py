@@ -28,7 +28,8 @@ from tests.e2e.kills.points import DEATHS, EARLIEST, EXPORT_PHASES, OUTSIDE, PAS
 
 LIFE_WAIT_S = 60.0
 LOOK_S = 0.005
-LAST_STEPS = 8  # are left for phases that come late
+LAST_STEPS = 8  # are left for the phase of a death to come
+NO_PROGRESS = {"phase": "trained", "step": -1, "passage": 1}
 OUTSIDE_S = 0.8  # from its fork on a trainer needs half of that until it trains
 
 
@@ -86,8 +87,18 @@ class Hunt:
         self._initial = initial
         self._folder = folder
 
-    async def run(self, name: str, recipe: Recipe, deaths: Sequence[dict[str, Any]] = (), seed: int = 0) -> Outcome:
-        """Run `name` over the log of `recipe`: a trainer for each death, and one that lives to the end."""
+    async def run(
+        self,
+        name: str,
+        recipe: Recipe,
+        deaths: Sequence[dict[str, Any]] = (),
+        seed: int = 0,
+        spoil: bool = False,
+    ) -> Outcome:
+        """Run `name` over the log of `recipe`: a trainer for each death, and one that lives to the end.
+
+        With `spoil` checkpoints are damaged between two lives: the newest, or all of them.
+        """
         folder = self._folder / name
         shutil.copytree(self._initial, folder / "initial")
         (folder / "recipe.yaml").write_text(recipe.to_yaml())
@@ -100,9 +111,14 @@ class Hunt:
             laying = asyncio.create_task(self._lay(bus, recipe, seed))
             random = Random(seed)
             for death in deaths:
+                near_its_end = (await bus.info(WEIGHTS)).messages > recipe.steps - LAST_STEPS
+                if near_its_end and death["phase"] in STEP_PHASES:
+                    death = death | NO_PROGRESS
                 await self._die(folder, name, death, random)
                 if laying.done():
                     laying.result()
+                if spoil:
+                    _spoil(folder / "checkpoints", random)
             assert await self._life(folder, name, None) == 0, _last_words(folder)
             await laying
             await lay_end(bus, recipe)
@@ -157,6 +173,14 @@ class Hunt:
 
 async def _all(bus: JetStreamBus, stream: Stream) -> list[Any]:
     return [entry.message() async for entry in read_to_end(bus, stream)]
+
+
+def _spoil(checkpoints: Path, random: Random) -> None:
+    """Damage no checkpoint, the newest or all, each as likely."""
+    newest_first = sorted(checkpoints.glob("step-*"), reverse=True)
+    for path in newest_first[: random.choice([0, 1, len(newest_first)])]:
+        for file in path.iterdir():
+            os.truncate(file, random.randrange(file.stat().st_size or 1))
 
 
 def _last_words(folder: Path) -> str:
