@@ -26,7 +26,7 @@ from tests.e2e.kills.forks import Forks
 from tests.e2e.kills.log import lay_end, lay_log, lay_start
 from tests.e2e.kills.points import DEATHS, EARLIEST, EXPORT_PHASES, OUTSIDE, PASSAGES, STEP_PHASES, leave_line
 
-LIFE_WAIT_S = 60.0
+LIFE_WAIT_S = 120.0
 LOOK_S = 0.005
 LAST_STEPS = 8  # are left for the phase of a death to come
 NO_PROGRESS = {"phase": "trained", "step": -1, "passage": 1}

@@ -89,7 +89,7 @@ class Death:
         """A step begins."""
         self.now = step
         if self.phase == OUTSIDE and step > self.step:
-            time.sleep(60)
+            time.sleep(120)
         self._free -= step >= self.step
         if self.phase in STEP_PHASES and self._free < 0:
             self.die("step begun")
