@@ -21,7 +21,7 @@ from tests.e2e.harness import RECIPE, ROOT, Launched, assert_sound, make_initial
 
 pytestmark = pytest.mark.e2e
 
-START_S = 400.0  # vLLM's start, on a machine that does much else
+START_S = 600.0  # vLLM's start, on a machine that does much else
 GONE_S = 10.0
 NOTICED_S = 15.0
 
@@ -44,7 +44,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def test_the_default_recipe_learns_with_vllm(launch: Callable[..., Launched]) -> None:
     """One word in the recipe, and the same curve."""
     run = launch(ROOT / "recipes" / "running_total.yaml", "steps=40", "evaluation.count=0")
-    assert run.ends(wait_s=800.0) == 0, run.output
+    assert run.ends(wait_s=1500.0) == 0, run.output
     assert_sound(run.folder, 40)
     rewards = json.loads((run.folder / "summary.json").read_text())["series"]["reward"]
     assert sum(rewards[:3]) / 3 < 0.6
