@@ -169,3 +169,28 @@ def bench_soak(
     from ops.soak.command import Soak, soak
 
     finish(soak(Soak(recipe, tuple(overrides or ()), minutes, seed, out, folder)))
+
+
+@bench.command("weights")
+def bench_weights(
+    size: Annotated[float, typer.Option("--size", min=0.001, max=16, help="GB that go over the bus.")] = 1.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Of the road over the bus; 0 leaves it out.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="GRPO steps before deltas; 0 leaves them out.")] = 5,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="Whose model is trained; by default SmolLM2-135M.")
+    ] = None,
+    out: ReportFile = None,
+) -> None:
+    """Size and time of deltas on a real model, and the road for weights over the bus beside the client's own.
+
+    Needs 6 GB of memory, and a few minutes for the steps.
+
+    ```
+    rollstream bench weights --out docs/bench-weights.md
+    rollstream bench weights --steps 0 --size 0.2
+    rollstream bench weights --rounds 0 --recipe recipes/running_total.yaml
+    ```
+    """
+    from ops import bench_weights as command
+
+    finish(command.bench_weights(size, rounds, steps, recipe, out))
