@@ -120,7 +120,7 @@ def test_the_log_holds_no_password(recipe_file: Path) -> None:
         ("slots=3", "no key slots", "rollout.slots"),
         ("rollout.slot=3", "no key rollout.slot", "rollout.slots"),
         ("trainer.behaviour_weight.uper=3", "no key trainer.behaviour_weight.uper", "trainer.behaviour_weight.upper"),
-        ("frobnicate=3", "no key frobnicate", "name, seed, steps, model"),
+        ("zzz=3", "no key zzz", "name, seed, steps, model"),
         ("rollout.slots=0", "rollout.slots is 0", "greater than or equal to 1"),
         ("trainer.clip=1.5", "trainer.clip is 1.5", "less than 1"),
         ("steps=many", "steps is 'many'", "valid integer"),
