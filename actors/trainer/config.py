@@ -129,11 +129,6 @@ class TrainerConfig(Config):
                 f"kl.coef {self.kl.coef} without a reference policy: there is nothing to measure the KL to "
                 "=> Set reference to initial, or to the folder of a model; or kl.coef to 0."
             )
-        if self.backend == "deepspeed" and self.critic is not None:
-            yield (
-                "backend deepspeed with a critic, which has weights and an optimizer of its own "
-                "=> Take backend torch, or an algorithm without a critic, such as grpo."
-            )
         if self.lora is not None and self.critic is not None:
             yield (
                 "lora with a critic, which trains all weights of a second model: the memory that adapters are there to "

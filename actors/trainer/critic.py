@@ -19,6 +19,9 @@ from schemas.errors import UserError
 class Critic:
     """A value model that begins with the policy's weights and a head of zeros, so with the value 0 everywhere.
 
+    It lies whole on every rank, and its gradients are summed over them, also where the policy lies in shards; so it is
+    made before that is put into shards.
+
     V(t) is asked at the position that predicts token t: what is still to come, before that token is chosen.
     Raises `UserError` for a model whose head cannot be taken off.
     """
@@ -31,7 +34,8 @@ class Critic:
                 f"A critic needs the body of {type(policy).__name__}, which does not tell it from its head.",
                 "Take an algorithm without a critic, such as trainer.algorithm: grpo.",
             )
-        self._config = section
+        self._config, self._trainer, self._ranks = section, config, ranks
+        self._prefix = f"{policy.base_model_prefix}."  # of the trunk's weights among the policy's
         self._autocast = torch.bfloat16 if config.autocast == "bfloat16" else None
         self.trunk = cast(PreTrainedModel, copy.deepcopy(policy.base_model))
         self.trunk.train(False)
@@ -39,9 +43,18 @@ class Critic:
         width = policy.config.get_text_config().hidden_size
         self.head_weight = torch.nn.Parameter(torch.zeros(width, device=policy.device))
         self.head_bias = torch.nn.Parameter(torch.zeros((), device=policy.device))
-        self.optimizer = Optimizer(
-            [*self.trunk.parameters(), self.head_weight, self.head_bias], config, section.lr or config.lr, ranks
-        )
+        self.optimizer = self._fresh_optimizer()
+
+    def _fresh_optimizer(self) -> Optimizer:
+        trained = [*self.trunk.parameters(), self.head_weight, self.head_bias]
+        return Optimizer(trained, self._trainer, self._config.lr or self._trainer.lr, self._ranks)
+
+    def begin(self, policy: Mapping[str, Tensor]) -> None:
+        """Begin anew with the policy's weights, whole and by name, and a head of zeros."""
+        self.trunk.load_state_dict({name: policy[self._prefix + name] for name in self.trunk.state_dict()})
+        self.head_weight.data.zero_()
+        self.head_bias.data.zero_()
+        self.optimizer = self._fresh_optimizer()
 
     def values(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Values float32 [n] before each scored token, and [S] behind the last token of each sequence."""

@@ -186,8 +186,8 @@ class Learner:
         self._optimizer.load_state_dict(state["optimizer"])
         if self._critic is not None and "critic" in state:
             self._critic.load_state_dict(state["critic"])
-        elif self.config.critic is not None:
-            self._critic = Critic(self.model, self.config, self.config.critic, self.ranks)
+        elif self._critic is not None:
+            self._critic.begin(state["model"])
         self.steps_done = state["step"]
         torch.set_rng_state(state["rng"])
 

@@ -53,7 +53,7 @@ def run_job(folder: Path, *changes: str) -> None:
     done = subprocess.run(
         [*started, "--nproc-per-node=2", "--module", "tests.actors.rank_job", str(folder), *changes],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True,
-        text=True, timeout=150, check=False,
+        text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -77,5 +77,9 @@ if __name__ == "__main__":
             "resumed_losses": train(resumed, first=SAVED_AT),
             "resumed_weights": resumed.weights(torch.float32),
         }
+        if config.critic is not None:
+            added = Learner(qwen3(seed=99), config, ranks=ranks)
+            added.load_state_dict({name: part for name, part in loaded[1].items() if name != "critic"})
+            told["added"] = train(added, first=SAVED_AT)
         torch.save(told, folder / f"rank{ranks.rank}.pt")
     ranks.close()

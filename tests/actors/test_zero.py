@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.trainer import checkpoint
-from actors.trainer.config import LoraConfig
+from actors.trainer.config import CriticConfig, LoraConfig
 from actors.trainer.learner import Learner
 from tests.actors.rank_job import CONFIG, SAVED_AT, run_job, train
 from tests.actors.tiny_models import qwen3
@@ -33,6 +33,10 @@ ADAPTERS: dict[str, dict[str, object]] = {
     "ZeRO-2, adapters": {"zero": {"stage": 2}, "lora": {"rank": 4}},
     "ZeRO-3, adapters": {"zero": {"stage": 3, "settings": SHARD_ALL}, "lora": {"rank": 4}, "reference": "initial"},
 }
+CRITICS: dict[str, dict[str, object]] = {
+    "ZeRO-2, critic": {"zero": {"stage": 2}, "critic": {}},
+    "ZeRO-3, critic": {"zero": {"stage": 3, "settings": SHARD_ALL}, "critic": {}},
+}
 BFLOAT16: dict[str, object] = {"zero": {"stage": 2, "bfloat16": True}}
 Alone = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -48,7 +52,7 @@ def alone() -> Alone:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What two ranks have left, by the setting; one job trains all of them, since it takes seconds to start."""
     folder = tmp_path_factory.mktemp("zero")
-    settings = {**EXACT, **ADAPTERS, "bfloat16": BFLOAT16}
+    settings = {**EXACT, **ADAPTERS, **CRITICS, "bfloat16": BFLOAT16}
     run_job(folder, *(json.dumps({"backend": "deepspeed", **changes}) for changes in settings.values()))
     return {name: folder / str(place) for place, name in enumerate(settings)}
 
@@ -103,6 +107,34 @@ def test_adapters_over_a_base_in_shards_are_those_of_one_rank(setting: str, jobs
     resumed = Learner(qwen3(), config)
     resumed.load_state_dict(loaded[1])
     assert train(resumed, first=SAVED_AT) == pytest.approx(losses[SAVED_AT:], abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", CRITICS)
+def test_a_critic_beside_a_policy_in_shards_is_that_of_one_rank(setting: str, jobs: dict[str, Path]) -> None:
+    """It lies whole on every rank, with an optimizer and a checkpoint of its own; one rank with torch resumes it."""
+    config = CONFIG.model_copy(update={"critic": CriticConfig()})
+    learner = Learner(qwen3(), config)
+    losses = train(learner)
+    told = torch.load(jobs[setting] / "rank0.pt")
+    equal(told["weights"], learner.weights(torch.float32))
+    assert told["losses"] == pytest.approx(losses, abs=1e-5)
+    assert told["resumed_losses"] == pytest.approx(losses[SAVED_AT:], abs=1e-5)
+    equal(told["resumed_weights"], learner.weights(torch.float32))
+    loaded = checkpoint.load_newest(jobs[setting] / "checkpoints")
+    assert loaded is not None
+    resumed = Learner(qwen3(seed=99), config)
+    resumed.load_state_dict(loaded[1])
+    assert train(resumed, first=SAVED_AT) == pytest.approx(losses[SAVED_AT:], abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", CRITICS)
+def test_a_critic_that_is_added_later_begins_with_the_policy_of_then(setting: str, jobs: dict[str, Path]) -> None:
+    told = torch.load(jobs[setting] / "rank0.pt")["added"]
+    loaded = checkpoint.load_newest(jobs[setting] / "checkpoints")
+    assert loaded is not None
+    learner = Learner(qwen3(seed=99), CONFIG.model_copy(update={"critic": CriticConfig()}))
+    learner.load_state_dict({name: part for name, part in loaded[1].items() if name != "critic"})
+    assert told == pytest.approx(train(learner, first=SAVED_AT), abs=1e-5)
 
 
 def test_bfloat16_trains_in_the_same_direction_and_keeps_float32_masters(jobs: dict[str, Path], alone: Alone) -> None:
