@@ -184,4 +184,4 @@ def _spoil(checkpoints: Path, random: Random) -> None:
 
 
 def _last_words(folder: Path) -> str:
-    return (folder / "logs" / "trainer.out").read_text()[-4000:]
+    return "".join((folder / "logs" / f"trainer.{kind}").read_text()[-3000:] for kind in ("jsonl", "out"))
