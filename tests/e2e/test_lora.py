@@ -11,7 +11,7 @@ import pytest
 from bus.table import WEIGHTS
 from ops import audit, diff
 from schemas import WeightVersion
-from tests.e2e.harness import Launched, assert_sound, read_all
+from tests.e2e.harness import END_WAIT_S, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,7 @@ def test_a_killed_lora_run_is_sound_and_its_replay_bit_identical(
 ) -> None:
     """The base is in no checkpoint: the trainer that comes back knows it by the log, and takes no other one."""
     run = launch(f"steps={STEPS}", *LORA)
-    run.until("a checkpoint", lambda: bool(run.events("trainer", "checkpoint_saved")))
+    run.until("a checkpoint", lambda: bool(run.events("trainer", "checkpoint_saved")), END_WAIT_S)
     run.kill("trainer")
     assert run.ends() == 0, run.output
     assert_sound(run.folder, STEPS)
