@@ -46,8 +46,9 @@ class Reward:
 
 
 QUICK = Reward("no time")
-# A process is busy with one sample at a time, as with real tests: five batches are under way at η = 4.
-SLOW = Reward("0.2 to 2 s", ("reward.function=ops.slow_reward:reward", "reward.children=256"))
+# A process is busy with one sample at a time, as with real tests. A sample takes steps there by its nature, so the pace
+# is told to put up with older tokens than it would by default: several batches are under way at η = 4.
+SLOW = Reward("0.2 to 2 s", ("reward.function=ops.slow_reward:reward", "reward.children=256", "controller.pace_age=3"))
 ONE_WAVE = "rollout.slots=128"  # the whole batch at once: what suits the synchronous run best
 PLAN = ((QUICK, 0), (QUICK, 4), (SLOW, 4), (SLOW, 0), (QUICK, 4), (QUICK, 0))
 

@@ -72,6 +72,25 @@ async def test_a_run_is_told_by_its_log_and_its_beats(bus: MemoryBus) -> None:
         assert part in text
 
 
+async def test_status_tells_how_many_workers_are_wanted_and_there(bus: MemoryBus) -> None:
+    """After `scale`, until the last one has handed over."""
+    await bus.setup()
+    told = {"control_seq": 3, "rollout_wanted": 2, "rollout_here": 2, "rollout_leaving": 4}
+    beating = asyncio.create_task(_beat(bus, {"actor": "launcher", "role": "launcher", "process": "a:1", **told}))
+    try:
+        status = await read_status(bus, listen_s=0.2)
+    finally:
+        beating.cancel()
+    assert status.workers == {"rollout": {"wanted": 2, "here": 2, "leaving": 4}}
+    assert "rollout workers beside the launcher: 2 of 2, 4 leaving" in text_of(status)
+
+
+async def _beat(bus: MemoryBus, beat: dict[str, object]) -> None:
+    while True:
+        await bus.beat(beat)
+        await asyncio.sleep(0.02)
+
+
 async def test_a_run_that_has_only_begun_has_no_step_and_says_so(bus: MemoryBus) -> None:
     """Nothing is published yet, nobody is heard: every place must bear it."""
     await bus.setup()
