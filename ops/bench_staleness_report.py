@@ -240,7 +240,7 @@ def _verdicts(study: Study) -> list[str]:
         noise = _gain(study, 0, over_the_run)
         lines.append(
             "- At η = 0 both are the same algorithm but for rounding. That they differ there by "
-            f"{_signed(noise).strip('*')} over the run is what chance does in this study."
+            f"{_signed(noise).strip('*')} over the run is what rounding alone does."
         )
     lines.append(
         f"- Of {len(MEASURES) * len(study.bounds)} intervals of 95 % one or two leave out 0 by chance: look at what "
