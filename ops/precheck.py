@@ -13,12 +13,13 @@ from schemas import UserError
 
 
 def check_files(recipe: Recipe) -> None:
-    """Draw a row of the data, held-out data too, and load all functions that the recipe names; look for peft.
+    """Draw a row of the data, held-out data too, and load all functions that the recipe names; look for peft and vLLM.
 
     Raises `UserError`.
     """
     from actors.functions import load_function
     from actors.reward.pool import RewardPool
+    from actors.rollout.vllm_versions import check_installed
     from ops.datasets import load_dataset
 
     load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle).row(0)
@@ -30,6 +31,8 @@ def check_files(recipe: Recipe) -> None:
             "trainer.lora needs the package peft, which is not installed here.",
             "pip install 'rollstream[lora]', or leave trainer.lora out.",
         )
+    if recipe.rollout.engine == "vllm":
+        check_installed()
     predicate = recipe.rollout.stop_early.predicate if recipe.rollout.stop_early is not None else None
     if predicate is not None:
         load_function(predicate, recipe.base)

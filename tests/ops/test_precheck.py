@@ -35,6 +35,13 @@ def test_sound_files_pass(tmp_path: Path) -> None:
     check_files(load_recipe(write(tmp_path)))
 
 
+def test_an_engine_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="vLLM is not installed") as told:
+        check_files(load_recipe(write(tmp_path), ["rollout.engine=vllm"]))
+    assert "requirements.txt" in told.value.remedy
+
+
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
