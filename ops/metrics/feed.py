@@ -145,7 +145,7 @@ class _Sinks:
 
     async def take(self, entry: Entry) -> None:
         record = record_of(entry)
-        if record is not None and any(record.key not in sink.written for sink in self._sinks):
+        if record is not None and not all(sink.has(record) for sink in self._sinks):
             await asyncio.to_thread(_put, self._sinks, record)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class _Sinks:
 
 def _put(sinks: Sequence[Sink], record: Record) -> bool:
     """Write a record where it is not yet; whether it was new to one."""
-    new = [sink for sink in sinks if record.key not in sink.written]
+    new = [sink for sink in sinks if not sink.has(record)]
     for sink in new:
         sink.write(record)
     return bool(new)

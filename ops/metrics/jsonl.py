@@ -20,7 +20,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, run: str) -> None:
-        self.written: set[Key] = set()
+        self._written: set[Key] = set()
         self._run = run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,16 +51,20 @@ class JsonLines:
                 raise UserError(f"{path}, line {number}, is not a line of metrics.", remedy) from None
             if run != self._run:
                 raise UserError(f"{path} holds metrics of {run}, not of {self._run}.", "Name another file.")
-            self.written.add(key)
+            self._written.add(key)
             whole += len(line)
         self._file.truncate(whole)
+
+    def has(self, record: Record) -> bool:
+        """See `Sink`."""
+        return record.key in self._written
 
     def write(self, record: Record) -> None:
         """See `Sink`."""
         line = (json.dumps(record.fields(self._run)) + "\n").encode()
         while line:
             line = line[self._file.write(line) or 0 :]
-        self.written.add(record.key)
+        self._written.add(record.key)
 
     def close(self) -> None:
         """See `Sink`."""
@@ -71,14 +75,18 @@ class Printed:
     """Standard output; it remembers nothing from before."""
 
     def __init__(self, run: str, file: TextIO | None = None) -> None:
-        self.written: set[Key] = set()
+        self._written: set[Key] = set()
         self._run = run
         self._file = file or sys.stdout
+
+    def has(self, record: Record) -> bool:
+        """See `Sink`."""
+        return record.key in self._written
 
     def write(self, record: Record) -> None:
         """See `Sink`."""
         print(json.dumps(record.fields(self._run)), file=self._file, flush=True)
-        self.written.add(record.key)
+        self._written.add(record.key)
 
     def close(self) -> None:
         """See `Sink`."""

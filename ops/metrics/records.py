@@ -44,9 +44,10 @@ class Record:
 
 
 class Sink(Protocol):
-    """Where records go. `written` are the keys of all that is in it."""
+    """Where records go."""
 
-    written: set[Key]
+    def has(self, record: Record) -> bool:
+        """Whether it is in there already, from now or from an earlier writer."""
 
     def write(self, record: Record) -> None:
         """Write one, whole; it can be read when this returns. Raises `OSError`."""

@@ -47,7 +47,7 @@ class EventFiles:
             self._file = writer.EventsWriter(str(folder / "events"), filename_suffix=f".{len(_files(folder))}")
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror}.", "Name another folder.") from None
-        self.written: set[Key] = set()
+        self._written: set[Key] = set()
         if not self._known:
             self._begin(run, recipe_yaml)
 
@@ -59,17 +59,20 @@ class EventFiles:
             self._file.write_event(self._proto.Event(step=0, summary=part))
         self._file.flush()
 
+    def has(self, record: Record) -> bool:
+        """See `Sink`."""
+        return record.key in self._written or (record.key[0], record.at) in self._known
+
     def write(self, record: Record) -> None:
-        """See `Sink`. What an earlier writer wrote is left out."""
-        if (record.key[0], record.at) not in self._known:
-            whole = self._proto.Event(wall_time=record.time_s, step=record.at)
-            for name, value in record.values.items():
-                whole.summary.value.add(tag=name, simple_value=value)
-            if sum(record.staleness):
-                whole.summary.MergeFrom(self._histogram(record.staleness))
-            self._file.write_event(whole)
-            self._file.flush()
-        self.written.add(record.key)
+        """See `Sink`."""
+        whole = self._proto.Event(wall_time=record.time_s, step=record.at)
+        for name, value in record.values.items():
+            whole.summary.value.add(tag=name, simple_value=value)
+        if sum(record.staleness):
+            whole.summary.MergeFrom(self._histogram(record.staleness))
+        self._file.write_event(whole)
+        self._file.flush()
+        self._written.add(record.key)
 
     def _histogram(self, staleness: tuple[int, ...]) -> Any:
         ages = [age for age, tokens in enumerate(staleness) if tokens]
