@@ -115,8 +115,8 @@ def report_deltas(costs: Sequence[DeltaCost], recipe: Path | None) -> list[str]:
     model = "SmolLM2-135M" if recipe is None else str(recipe)
     lines = [
         f"{model}, {len(costs)} GRPO steps of the learner at a learning rate of {LR:g}, float32 master weights "
-        f"published in {DTYPE}. Times are CPU seconds of one thread for the whole model; reading a full version takes the digest "
-        "alone, reading a delta takes applying it and the digest.",
+        f"published in {DTYPE}. Times are CPU seconds of one thread for the whole model; reading a full version takes "
+        "the digest alone, reading a delta takes applying it and the digest.",
         "",
         "| version | full, MB | delta, MB | of full | smaller by | elements changed | encode, s | apply, s | digest, s "
         "| bit-identical |",

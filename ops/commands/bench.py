@@ -194,3 +194,28 @@ def bench_weights(
     from ops import bench_weights as command
 
     finish(command.bench_weights(size, rounds, steps, recipe, out))
+
+
+@bench.command("swap")
+def bench_swap(
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A folder as transformers writes it; by default SmolLM2-135M.")
+    ] = None,
+    updates: Annotated[int, typer.Option("--updates", min=1, help="Versions that one worker takes.")] = 8,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences that each worker decodes together.")] = 16,
+    on_update: Annotated[
+        Literal["recompute", "keep"], typer.Option("--on-update", help="Keep the KV cache, or rebuild it.")
+    ] = "keep",
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Of each phase in which one is watched.")] = 20.0,
+    out: ReportFile = None,
+) -> None:
+    """Time how long new weights stop the worker that takes them, and watch another one meanwhile.
+
+    ```
+    rollstream bench swap --out docs/bench-swap.md
+    rollstream bench swap --model my/model --on-update recompute
+    ```
+    """
+    from ops import bench_swap as command
+
+    finish(command.bench_swap(model, updates, slots, on_update, seconds, out))
