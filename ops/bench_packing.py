@@ -26,6 +26,7 @@ COUNTS = (2, 4, 8, 16, 32)  # micro-batches of an optimizer step
 STEP_LENGTH, STEP_ROWS = 128, 4  # tokens of each of their sequences, and sequences in each
 TAIL_MEDIAN, TAIL_SIGMA, TAIL_MAX = 150, 1.2, 2000  # tokens: log-normal, cut off
 TAIL_BATCHES, TAIL_SAMPLES, TAIL_MICRO_BATCH = 20, 64, 8192
+SMALL_MICRO_BATCH = 1024  # tokens: several micro-batches to a mini-batch of the recipe
 PASS_SAMPLES = 8  # of the harsher tail: padded to 2,000 tokens each they take a while
 
 
@@ -116,6 +117,7 @@ def report(
         "| lengths | mean | longest | " + " | ".join(WAYS) + " |",
         "|---|--:|--:|" + "--:|" * len(WAYS),
         _padding(recipe.name, real.lengths, recipe.trainer.micro_batch_tokens),
+        _padding(f"the same, at most {SMALL_MICRO_BATCH:,} tokens", real.lengths, SMALL_MICRO_BATCH),
         _padding("harsher tail", [tail(TAIL_SAMPLES, seed) for seed in range(TAIL_BATCHES)], TAIL_MICRO_BATCH),
         "",
         f"The trainer's own metric `padding_fraction`, of a step with all its mini-batches: mean "
@@ -148,7 +150,8 @@ def report(
         "## Memory and the number of micro-batches",
         "",
         "A whole step of the learner (two optimizer steps, proximal logprobs, AdamW) on the same small Llama, each in "
-        f"a process of its own: so many micro-batches of {STEP_ROWS} × {STEP_LENGTH} tokens to each optimizer step.",
+        f"a process of its own: so many micro-batches of {STEP_ROWS} × {STEP_LENGTH} tokens to each optimizer step. "
+        "The process had taken a step of one micro-batch before, and keeps that memory: what it grew by is beyond it.",
         "",
         "| micro-batches | tokens a step | tensors, MiB | process, MiB |",
         "|--:|--:|--:|--:|",
