@@ -24,11 +24,11 @@ from actors.controller.actor import sample_seed
 from actors.controller.groups import EQUAL_REWARDS
 from actors.reward.child import load, read_reward
 from actors.reward.verdict import RewardRequest
-from bus.weights import WeightFile, WeightStore, WeightWriter
+from bus.weights import WeightStore, WeightWriter
 from ops.datasets import Dataset, load_dataset
 from ops.recipe import Recipe
 from ops.text import HfTokenizer
-from schemas import sample_id
+from schemas import WeightVersion, sample_id
 
 if TYPE_CHECKING:
     from actors.rollout.engine import Generation, Request, Sampling
@@ -41,10 +41,10 @@ class Trained:
     """What one step came to: the weights after it, the learner's metrics, how many tokens were generated for it, and
     the samples that it was trained on.
 
-    Version 0 comes first, with nothing of them: `Trained(WeightFile(0, ...), {}, 0, ())`.
+    Version 0 comes first, with nothing of them: `Trained(WeightVersion(0, ...), {}, 0, ())`.
     """
 
-    weights: WeightFile
+    weights: WeightVersion
     metrics: Mapping[str, float]
     tokens: int
     samples: Sequence[TrainSample]
@@ -69,9 +69,9 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
     model = AutoModelForCausalLM.from_pretrained(str(initial), dtype=torch.float32)
     learner = learner_of(model, recipe, initial)
     writer = WeightWriter(store)
-    files: list[WeightFile] = []
+    files: list[WeightVersion] = []
 
-    def published(version: int) -> WeightFile:
+    def published(version: int) -> WeightVersion:
         files.append(writer.publish(writer.snapshot(version, weights_of(learner, recipe))))
         due = files[max(0, version - staleness)]
         if decoder.version != due.version:
@@ -88,7 +88,7 @@ def train(recipe: Recipe, initial: Path, store: WeightStore, staleness: int = 0)
         yield Trained(published(step + 1), metrics, decoder.tokens_generated - before, samples)
 
 
-def hold(decoder: Decoder, weights: WeightFile, store: WeightStore, first: WeightFile) -> None:
+def hold(decoder: Decoder, weights: WeightVersion, store: WeightStore, first: WeightVersion) -> None:
     """Have a decoder hold weights that `train` left in `store`; `first` is version 0, which adapters stand on."""
     base = store.resolve(first.path) if weights.kind == "adapter" else None
     decoder.load(weights.version, store.resolve(weights.path), base)

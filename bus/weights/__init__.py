@@ -5,15 +5,11 @@ from bus.weights.directory import WeightStore
 from bus.weights.files import WeightsCorrupt, WeightsError, WeightsMissing, sync_folder
 from bus.weights.reader import Local, WeightReader
 from bus.weights.writer import Snapshot, WeightWriter
-from schemas import WeightVersion
-
-WeightFile = WeightVersion
 
 __all__ = [
     "HostCache",
     "Local",
     "Snapshot",
-    "WeightFile",
     "WeightReader",
     "WeightStore",
     "WeightWriter",
