@@ -30,7 +30,7 @@ SMALL = (
     "controller.batch_groups=2",
     "trainer.micro_batch_tokens=128",
 )
-STEPS_PER_KILL, STEPS_MIN = 1.0, 24  # each death moves the run on by a step or so, some by three
+STEPS_PER_KILL, STEPS_MIN = 1.5, 24  # a death moves the run on by a step or so, some by three
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "grpo": (50, ("trainer.algorithm=grpo",)),
     "spoilt checkpoints": (12, ("trainer.algorithm=grpo", "trainer.minibatches=2", "trainer.publish.overlap=false")),
