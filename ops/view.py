@@ -1,8 +1,8 @@
 """What a person sees of a run, as a fold over its messages and beats. No bus, no clock, no drawing.
 
 `RunView` takes `StepDone`, `Batch` and `Evaluation` messages and the beats of actors, in any order, with the Unix time
-at which they came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other machines, so a
-missing or odd gauge is left out and never raises.
+at which they came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other machines, so
+a missing or odd gauge is left out and never raises.
 """
 
 from __future__ import annotations

@@ -118,9 +118,7 @@ async def _follow(bus: Bus, sinks: _Sinks, ending: asyncio.Event) -> None:
         async for entry in bus.read(stream):
             await entries.put(entry)
 
-    side: list[asyncio.Task[Any]] = [
-        asyncio.create_task(read(stream), name=f"reads {stream.name}") for stream in READ
-    ]
+    side: list[asyncio.Task[Any]] = [asyncio.create_task(read(stream), name=f"reads {stream.name}") for stream in READ]
     side.append(asyncio.create_task(ending.wait()))
     get = asyncio.create_task(entries.get())
     try:

@@ -164,7 +164,8 @@ async def test_drain_finishes_with_the_old_weights_and_starts_nothing(tmp_path):
     """Synchronous training (staleness zero) must see whole samples of one version only."""
     async with serving(on_update="drain", slots=3) as engine:
         path = save_weights(tmp_path / "1.safetensors", seed=1)
-        engine._decoder.read = partial(ready, engine._decoder.read(path))  # what may begin while it is read is no matter
+        read = engine._decoder.read(path)
+        engine._decoder.read = partial(ready, read)  # what may begin while it is read is no matter
         tasks = launch(engine, [request("short", new=8), *batch(4, new=20)])
         await until(grown(engine, 4))
         await engine.update(1, path)
