@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -115,6 +116,7 @@ async def _soaked(asked: Soak, place: Path) -> Outcome:
         try:
             watch = _Watch(target, bus)
             seconds, moves = await _moved(asked, watch)
+            (place / "memory.json").write_text(json.dumps([dataclasses.astuple(sample) for sample in watch.samples]))
             found = await account(bus, watch.meter.tokens)
             await scale(bus, {"rollout": WORKERS})
         finally:

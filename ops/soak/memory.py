@@ -1,10 +1,9 @@
 """Whether memory grows: resident bytes of each process over time, and a robust slope through them.
 
 A process that lives through the soak is judged by its own samples. Workers come and go, so a worker is one sample: the
-median over its life from `SETTLED_S` on. The first third is warm-up: caches fill, windows of de-duplication too.
+median over its life but the first 5 s. The first half is warm-up: caches fill, windows of de-duplication too.
 The slope is that of Theil and Sen, the median over all pairs of samples, which a few spikes do not move. Memory grows
-if the slope, over the time that is judged, comes to more than `GROWTH_SHARE` of what the process holds and to more than
-`GROWTH_BYTES`.
+if the slope, over the time that is judged, comes to more than 5 % of what the process holds and to more than 8 MiB.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-WARM_UP = 1 / 3
+WARM_UP = 1 / 2
 SETTLED_S = 5.0
 GROWTH_SHARE = 0.05
 GROWTH_BYTES = 8 << 20

@@ -64,7 +64,7 @@ def test_workers_that_come_and_go_are_judged_together() -> None:
     """None of them lives long; a worker that begins with more than the one before has inherited a leak."""
 
     def lives(more: float) -> list[Sample]:
-        spans = [(pid, 20.0 * pid) for pid in range(29)]
+        spans = [(pid, 15.0 * pid) for pid in range(39)]
         return [
             Sample(s.at_s, s.name, s.pid, s.rss + int(more * MB * pid))
             for pid, begin in spans
