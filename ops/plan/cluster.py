@@ -22,6 +22,7 @@ from ops.plan.engine import Job, ModelEngine, OnUpdate
 from ops.plan.lengths import Lengths
 from ops.plan.speeds import Speeds
 from schemas import Batch, Dropped, Scored, Segments, UserError
+from schemas.fields import FloatArray
 
 HOPELESS_BATCHES = 100  # generated since the last step, and no step to be seen
 
@@ -97,6 +98,9 @@ class Course:
     samples: int = 0
 
 
+_NONE: FloatArray = np.zeros(0, "<f4")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scored:
     """What the core reads of a `Scored`, without the checks that a message from the wire needs: a third of the time."""
@@ -110,6 +114,7 @@ class _Scored:
     prompt_length: int = 0  # only tells ranks of a trainer their shares, and there are none here
     verdict: str = "scored"
     detail: str = ""
+    token_rewards: FloatArray = dataclasses.field(default_factory=lambda: _NONE)  # the model knows no process rewards
 
 
 class Cluster:
