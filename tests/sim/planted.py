@@ -191,6 +191,12 @@ BUGS = (
         "self.checkpoints.save, max(0, self.version - 1),",
     ),
     Bug(
+        "a checkpoint is saved before its step is announced",
+        "actors.trainer.actor:Trainer._save",
+        "await self._publisher.settled()  # or",
+        "pass  # or",
+    ),
+    Bug(
         "versions are not fenced",
         "actors.trainer.publisher:Publisher._announce_version",
         "await self._bus.publish_fenced([event], event.version)",
