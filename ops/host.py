@@ -17,17 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import structlog
 
-from actors.rollout.config import RolloutConfig
-from actors.rollout.engine import Engine
 from bus.jetstream import JetStreamBus
 from bus.port import Bus, BusFull
 from bus.table import CONTROL, PUBLISH_DEADLINE_S
 from ops.recipe import Recipe
 from schemas import Control, UserError
+
+if TYPE_CHECKING:
+    from actors.rollout.config import RolloutConfig
+    from actors.rollout.engine import Engine
 
 log = structlog.get_logger()
 
