@@ -20,7 +20,7 @@ from actors import clock
 from actors.evaluator.config import EvaluationConfig
 from actors.evaluator.held_out import HeldOut, Pool
 from actors.evaluator.pins import Pins
-from actors.evaluator.schedule import Schedule
+from actors.evaluator.schedule import Schedule, lease_name
 from actors.gauges import Gauges
 from actors.rollout.engine import Engine, WeightsError
 from bus.port import Bus, Entry, Fenced
@@ -258,8 +258,3 @@ class Evaluator:
 
     def _read_gauges(self) -> dict[str, Any]:
         return {"version": max(self._at_work, self.engine.version), "evaluations": self._count}
-
-
-def lease_name(version: int) -> str:
-    """The lease of whoever evaluates a version."""
-    return f"evaluation-{version}"

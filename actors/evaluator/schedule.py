@@ -5,6 +5,11 @@ from __future__ import annotations
 from schemas import Evaluation
 
 
+def lease_name(version: int) -> str:
+    """The lease of whoever evaluates a version."""
+    return f"evaluation-{version}"
+
+
 class Schedule:
     """Versions 0, `every`, 2·`every`, ... and the last are due; every = 0 makes it the first and the last.
 

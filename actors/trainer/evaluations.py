@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from actors.evaluator.actor import lease_name
+from actors.evaluator.schedule import lease_name
 from actors.trainer.retention import Judged
 from bus.port import Bus, BusUnavailable, Entry
 from bus.reading import read_to_end

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.evaluator.actor import Evaluator, lease_name
+from actors.evaluator.actor import Evaluator
 from actors.evaluator.best import best_of
 from actors.evaluator.config import EvaluationConfig
 from actors.evaluator.held_out import HeldOut, Problem
 from actors.evaluator.pins import Pins
-from actors.evaluator.schedule import Schedule
+from actors.evaluator.schedule import Schedule, lease_name
 from actors.reward.verdict import RewardRequest, Verdict
 from actors.rollout.engine import ContextTooLongError, EngineStats, Generation, Request, Sampling
 from bus.memory import MemoryBus, MemoryHub

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from actors.evaluator.actor import lease_name
+from actors.evaluator.schedule import lease_name
 from actors.trainer import evaluations
 from actors.trainer.evaluations import Evaluations
 from bus.memory import MemoryBus, MemoryHub
