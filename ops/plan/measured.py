@@ -87,7 +87,11 @@ async def measure(source: LogSource) -> Measured:
     prompt = max(1, round(float(np.mean(prompts))))
     lengths = observed([life.tokens for life in lives], prompt)
     fixed_s, token_s = _train_line(steps[len(steps) // 2 :], prompt, lengths)
-    publishing = [step.metrics["seconds_publishing"] for step in steps if "seconds_publishing" in step.metrics]
+    publishing = [  # from trained to announced, of which a part goes on beside the next step
+        step.metrics["seconds_publishing"] + step.metrics.get("seconds_announcing", 0.0)
+        for step in steps
+        if "seconds_publishing" in step.metrics
+    ]
     speeds = {
         "slots": float(recipe.rollout.slots if recipe else 64),
         "decode_base_s": base_s,

@@ -155,15 +155,15 @@ BUGS = (
     # The reward workers.
     Bug(
         "a verdict that failed is a silent 0",
-        "actors.reward.actor:RewardWorker._handle",
-        "verdict=verdict.status,\n            reward=verdict.reward,",
-        'verdict="scored",\n            reward=verdict.reward or 0.0,',
+        "actors.reward.actor:scored_of",
+        "verdict=verdict.status,\n        reward=verdict.reward,",
+        'verdict="scored",\n        reward=verdict.reward or 0.0,',
     ),
     Bug(
         "a verdict names another rollout",
-        "actors.reward.actor:RewardWorker._handle",
-        "rollout_seq=delivery.entry.seq",
-        "rollout_seq=max(1, delivery.entry.seq - 1)",
+        "actors.reward.actor:scored_of",
+        "rollout_seq=seq",
+        "rollout_seq=max(1, seq - 1)",
     ),
     # The trainer.
     Bug(
