@@ -1,12 +1,13 @@
-"""Weights' bytes over the bus, for readers that do not see the directory: files as chunks in a stream of the run.
+"""Weights' bytes over the bus, for readers that do not see the directory: files as chunks in streams of the run.
 
 ```
-rs.<run>.blobs.<file>.<part>.<chunk>    up to CHUNK_BYTES of it; each part has a connection of its own
-rs.<run>.blobs.<file>.info              {"nbytes": ..., "parts": [[first byte, bytes], ...]}, when all of it is there
+rs.<run>.blobs.<part>.<file>.<chunk>    up to CHUNK_BYTES of it; each part has a stream and a connection of its own
+rs.<run>.blobs.0.<file>.info            {"nbytes": ..., "parts": [[first byte, bytes], ...]}, when all of it is there
 ```
 A chunk's subject says where it belongs, and holds one message: storing a file again changes nothing. Bytes go from the
-caller's memory to the socket and back, several acknowledgements at a time are waited for, and several connections keep
-the server's cores busy. The client's own object store copies each chunk through the event loop, one at a time.
+caller's memory to the socket and back, several acknowledgements at a time are waited for, and several streams keep the
+server's cores busy, since it stores the messages of one stream one after another. The client's own object store copies
+each chunk through the event loop, one at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from schemas import UserError
 T = TypeVar("T")
 
 CHUNK_BYTES: Final = 1 << 20
-CONNECTIONS: Final = 4
-WINDOW: Final = 16  # chunks on the way that are not yet acknowledged, of each connection
+PARTS: Final = 4  # of a file, at most
+WINDOW: Final = 16  # chunks on the way that are not yet acknowledged, of each part
 BATCH_BYTES: Final = 64 << 20  # that are asked for at once
 BATCH_CHUNKS: Final = 64
 DEADLINE_S: Final = 60.0  # without success; then the bus counts as unreachable
@@ -46,7 +47,7 @@ class ObjectRoad:
 
     def __init__(self, url: str, run: str, replicas: int = 1) -> None:
         self._url = url
-        self._stream = f"RS_{check_run_name(run)}_blobs"
+        self._name = f"RS_{check_run_name(run)}_blobs"
         self._subject = f"rs.{run}.blobs"
         self._replicas = replicas
         self._created = False
@@ -56,28 +57,27 @@ class ObjectRoad:
         self._create()
         whole = memoryview(content).cast("B")
         parts = _parts(len(whole))
-        subject = self._of(name)
         with ThreadPoolExecutor(len(parts)) as threads:
             jobs = [
                 threads.submit(self._tried, lambda wire, i=i, at=at, size=size: _send_part(
-                    wire, f"{subject}.{i}", whole[at : at + size]
+                    wire, self._of(name, i), whole[at : at + size]
                 ))
                 for i, (at, size) in enumerate(parts)
             ]  # fmt: skip
             for job in jobs:
                 job.result()
         info = json.dumps({"nbytes": len(whole), "parts": parts}).encode()
-        self._tried(lambda wire: _send_part(wire, subject, memoryview(info), "info"))
+        self._tried(lambda wire: _send_part(wire, self._of(name), memoryview(info), "info"))
 
     def get(self, name: str) -> bytearray:
         """The file that was put under a name. Raises WeightsMissing."""
         info = self._tried(lambda wire: self._info(wire, name))
         content = bytearray(info["nbytes"])
-        whole, subject = memoryview(content), self._of(name)
+        whole = memoryview(content)
         with ThreadPoolExecutor(len(info["parts"])) as threads:
             jobs = [
                 threads.submit(self._tried, lambda wire, i=i, at=at, size=size: self._receive_part(
-                    wire, f"{subject}.{i}", whole[at : at + size]
+                    wire, name, i, whole[at : at + size]
                 ))
                 for i, (at, size) in enumerate(info["parts"])
             ]  # fmt: skip
@@ -87,17 +87,18 @@ class ObjectRoad:
 
     def collect(self, keep: set[str]) -> None:
         """Delete all files but those of these names."""
-        kept = {self._of(name) for name in keep}
 
         def work(wire: Wire) -> None:
-            body = {"subjects_filter": f"{self._subject}.*.0.0"}
-            answer = wire.request(f"$JS.API.STREAM.INFO.{self._stream}", body)
-            if answer.get("error", {}).get("err_code") == STREAM_NOT_FOUND:
-                return
-            for subject in _checked(answer)["state"].get("subjects") or {}:
-                file = subject.removesuffix(".0.0")
-                if file not in kept:
-                    _checked(wire.request(f"$JS.API.STREAM.PURGE.{self._stream}", {"filter": f"{file}.>"}))
+            for part in range(PARTS):
+                kept = {self._of(name, part) for name in keep}
+                stream, body = self._stream(part), {"subjects_filter": f"{self._subject}.{part}.*.0"}
+                answer = wire.request(f"$JS.API.STREAM.INFO.{stream}", body)
+                if answer.get("error", {}).get("err_code") == STREAM_NOT_FOUND:
+                    return
+                for subject in _checked(answer)["state"].get("subjects") or {}:
+                    file = subject.removesuffix(".0")
+                    if file not in kept:
+                        _checked(wire.request(f"$JS.API.STREAM.PURGE.{stream}", {"filter": f"{file}.>"}))
 
         self._tried(work)
 
@@ -106,29 +107,30 @@ class ObjectRoad:
     def _create(self) -> None:
         if self._created:
             return
-        config = {
-            "name": self._stream,
-            "subjects": [f"{self._subject}.>"],
-            "retention": "limits",
-            "discard": "new",
-            "storage": "file",
-            "max_bytes": STREAM_BYTES_MAX,
-            "max_msgs_per_subject": 1,
-            "num_replicas": self._replicas,
-            "allow_direct": True,
-        }
 
         def work(wire: Wire) -> None:
-            answer = wire.request(f"$JS.API.STREAM.CREATE.{self._stream}", config)
-            if answer.get("error", {}).get("err_code") != STREAM_EXISTS:
-                _checked(answer)
+            for part in range(PARTS):
+                config = {
+                    "name": self._stream(part),
+                    "subjects": [f"{self._subject}.{part}.>"],
+                    "retention": "limits",
+                    "discard": "new",
+                    "storage": "file",
+                    "max_bytes": STREAM_BYTES_MAX,
+                    "max_msgs_per_subject": 1,
+                    "num_replicas": self._replicas,
+                    "allow_direct": True,
+                }
+                answer = wire.request(f"$JS.API.STREAM.CREATE.{config['name']}", config)
+                if answer.get("error", {}).get("err_code") != STREAM_EXISTS:
+                    _checked(answer)
 
         self._tried(work)
         self._created = True
 
     def _info(self, wire: Wire, name: str) -> dict[str, Any]:
         body = {"last_by_subj": f"{self._of(name)}.info"}
-        answer = wire.request(f"$JS.API.STREAM.MSG.GET.{self._stream}", body)  # of the leader: replicas may lag
+        answer = wire.request(f"$JS.API.STREAM.MSG.GET.{self._stream(0)}", body)  # of the leader: replicas may lag
         if answer.get("error", {}).get("code") == 404:
             raise WeightsMissing(
                 f"the bus holds no {name}: it was collected, or the run does not send weights over the bus; mount the "
@@ -137,7 +139,7 @@ class ObjectRoad:
         info: dict[str, Any] = json.loads(base64.b64decode(_checked(answer)["message"]["data"]))
         return info
 
-    def _receive_part(self, wire: Wire, subject: str, into: memoryview) -> None:
+    def _receive_part(self, wire: Wire, name: str, part: int, into: memoryview) -> None:
         """Fill `into` with the chunks of a part, in whatever order they stand in the stream."""
         missing = -(-len(into) // CHUNK_BYTES)
         seq, ended = 1, False
@@ -155,16 +157,21 @@ class ObjectRoad:
             return into[at : at + size]
 
         while missing:
-            asked = {"seq": seq, "batch": min(BATCH_CHUNKS, missing), "next_by_subj": f"{subject}.*"}
+            asked = {"seq": seq, "batch": min(BATCH_CHUNKS, missing), "next_by_subj": f"{self._of(name, part)}.*"}
             before, ended = missing, False
-            wire.publish(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(asked | {"max_bytes": BATCH_BYTES}).encode())
+            body = json.dumps(asked | {"max_bytes": BATCH_BYTES}).encode()
+            wire.publish(f"$JS.API.DIRECT.GET.{self._stream(part)}", body)
             while not ended:
                 wire.receive(place)
             if missing == before:
-                raise Broken("chunks are missing; a replica may lag, or they are being collected")
+                self._info(wire, name)  # or it has just been collected
+                raise Broken("chunks are missing, as of a replica that lags")
 
-    def _of(self, name: str) -> str:
-        return f"{self._subject}.{name.replace('.', '_')}"
+    def _stream(self, part: int) -> str:
+        return f"{self._name}_{part}"
+
+    def _of(self, name: str, part: int = 0) -> str:
+        return f"{self._subject}.{part}.{name.replace('.', '_')}"
 
     def _tried(self, work: Callable[[Wire], T]) -> T:
         """What `work` makes of a connection; another one is tried until `DEADLINE_S`."""
@@ -203,9 +210,9 @@ def _send_part(wire: Wire, subject: str, content: memoryview, only: str = "") ->
 
 
 def _parts(nbytes: int) -> list[list[int]]:
-    """(first byte, bytes) of about equal parts, one a connection, none of them empty."""
+    """(first byte, bytes) of about equal parts, none of them empty."""
     chunks = max(1, -(-nbytes // CHUNK_BYTES))
-    each = -(-chunks // CONNECTIONS) * CHUNK_BYTES
+    each = -(-chunks // PARTS) * CHUNK_BYTES
     return [[at, min(each, nbytes - at)] for at in range(0, max(nbytes, 1), each)]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bus.port import BusUnavailable
 from bus.weights import WeightsCorrupt, WeightsMissing, WeightStore, objects
-from bus.weights.objects import CHUNK_BYTES, ObjectRoad
+from bus.weights.objects import CHUNK_BYTES, PARTS, ObjectRoad
 from bus.weights.wire import Wire
 from schemas import UserError
 from tests.bus.published_weights import Published
@@ -40,8 +40,8 @@ def test_putting_again_replaces_and_stores_nothing_twice(road: ObjectRoad) -> No
     road.put("a", content)
     assert road.get("a") == content
     with contextlib.closing(Wire(road._url)) as wire:
-        state = wire.request(f"$JS.API.STREAM.INFO.{road._stream}")["state"]
-    assert state["messages"] == 6 + 1
+        answers = [wire.request(f"$JS.API.STREAM.INFO.{road._stream(part)}") for part in range(PARTS)]
+    assert sum(answer["state"]["messages"] for answer in answers) == 6 + 1
 
 
 def test_a_file_that_was_never_put_whole_is_missing(road: ObjectRoad, monkeypatch: pytest.MonkeyPatch) -> None:
