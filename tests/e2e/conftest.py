@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RECIPE, Launched, make_initial
+from tests.e2e.harness import RECIPE, Brake, Launched, make_initial
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +38,8 @@ def launch(tmp_path: Path, recipe: Path, initial: Path) -> Iterator[Callable[...
     yield start
     for launched in started:
         launched.destroy()
+
+
+@pytest.fixture
+def brake(tmp_path: Path) -> Brake:
+    return Brake(tmp_path)

@@ -26,6 +26,15 @@ RECIPE = Path(__file__).parent / "recipe" / "recipe.yaml"
 LOOK_S = 0.02
 STEP_WAIT_S = 60.0
 END_WAIT_S = 90.0
+BRAKED = """
+import pathlib, time
+
+def reward(response, task, finish):
+    if not pathlib.Path(__file__).with_name("fast").exists():
+        time.sleep(0.3)
+    words = response.split()
+    return len(set(words)) / (len(words) + 1)
+"""
 
 
 def make_initial(folder: Path) -> Path:
@@ -191,3 +200,17 @@ def run_apart(namespace: Sequence[str], command: Sequence[str]) -> dict[str, Any
     assert stage.returncode == 0
     told: dict[str, Any] = json.loads(stage.stdout.splitlines()[-1])
     return told
+
+
+class Brake:
+    """A reward that makes each step take seconds, so that others can join, until `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._release = folder / "fast"
+        function = folder / "brake.py"
+        function.write_text(BRAKED)
+        self.override = f"reward.function={function}:reward"
+
+    def release(self) -> None:
+        """Let the run go on at its speed."""
+        self._release.touch()

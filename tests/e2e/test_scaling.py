@@ -7,53 +7,24 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from bus.table import ROLLOUTS
 from schemas import Rollout
-from tests.e2e.harness import Launched, assert_sound, audited, read_all
+from tests.e2e.harness import Brake, Launched, assert_sound, audited, read_all
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 20
 ACTORS = ("trainer", "controller", "rollout-0", "reward-0")
-REWARD = """
-import pathlib, time
-
-def reward(response, task, finish):
-    if not pathlib.Path(__file__).with_name("fast").exists():
-        time.sleep(0.3)
-    words = response.split()
-    return len(set(words)) / (len(words) + 1)
-"""
-
-
-class Brake:
-    """A reward that makes each step take seconds, so that others can join, until `release`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._release = folder / "fast"
-        function = folder / "brake.py"
-        function.write_text(REWARD)
-        self.overrides = (f"reward.function={function}:reward", f"steps={STEPS}")
-
-    def release(self) -> None:
-        """Let the run go on at its speed."""
-        self._release.touch()
-
-
-@pytest.fixture
-def brake(tmp_path: Path) -> Brake:
-    return Brake(tmp_path)
 
 
 def test_two_rollout_workers_join_and_are_killed_and_nobody_else_notices(
     launch: Callable[..., Launched], brake: Brake
 ) -> None:
     """Elastic: one command adds throughput, losing a node loses nothing, and no other process is started again."""
-    run = launch(*brake.overrides, "rollout.slots=8")
+    run = launch(brake.override, f"steps={STEPS}", "rollout.slots=8")
     run.until_step(1)
     pids = [run.pid(name) for name in ACTORS]
     joined = Launched(["up", "rollout", "--count", "2", "--run", str(run.folder)], run.folder)
@@ -77,7 +48,7 @@ def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(
     launch: Callable[..., Launched], brake: Brake
 ) -> None:
     """1 -> 3 -> 2, and 2 when the launcher comes back; who leaves hands over, nobody else is started again."""
-    run = launch(*brake.overrides, "rollout.slots=8")
+    run = launch(brake.override, f"steps={STEPS}", "rollout.slots=8")
     run.until_step(1)
     pids = [run.pid(name) for name in ACTORS]
     assert _scale(run, "rollout=3") == "rollout: 1 -> 3 on "
@@ -87,7 +58,7 @@ def test_a_run_is_scaled_where_it_runs_and_stays_so_when_it_is_resumed(
     assert _scale(run, "rollout=2") == "rollout: 2 as before on "
     assert [run.pid(name) for name in ACTORS] == pids
     run.kill_launcher()
-    resumed = launch(*brake.overrides, "rollout.slots=8", resume=True)
+    resumed = launch(brake.override, f"steps={STEPS}", "rollout.slots=8", resume=True)
     resumed.until("two workers", lambda: {"rollout-0", "rollout-1"} <= _processes(resumed))
     assert "rollout-2" not in _processes(resumed)
     brake.release()
@@ -123,7 +94,7 @@ def test_a_standby_takes_over_from_a_controller_that_hangs_and_wakes_up_again(
     launch: Callable[..., Launched], brake: Brake
 ) -> None:
     """Split brain: the old one wakes in the midst of its work and must not do any of it a second time."""
-    run = launch(*brake.overrides, "hung_after_s=0")  # it shall wake up
+    run = launch(brake.override, f"steps={STEPS}", "hung_after_s=0")  # it shall wake up
     run.until_step(1)
     standby = Launched(["up", "controller", "--run", str(run.folder)], run.folder)
     try:

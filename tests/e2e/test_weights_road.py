@@ -14,7 +14,7 @@ import pytest
 
 from bus.table import ROLLOUTS, WEIGHTS
 from schemas import Rollout, WeightVersion
-from tests.e2e.harness import ROOT, Launched, assert_sound, read_all
+from tests.e2e.harness import ROOT, Brake, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
@@ -43,15 +43,16 @@ def of_others(run: Launched) -> list[Rollout]:
 
 
 def test_a_worker_that_does_not_see_the_folder_gets_weights_over_the_bus(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], brake: Brake, tmp_path: Path
 ) -> None:
-    run = launch(*WEIGHTS_AS_DELTAS, "bus.weights=both", f"steps={STEPS}", "rollout.slots=4")
+    run = launch(*WEIGHTS_AS_DELTAS, brake.override, "bus.weights=both", f"steps={STEPS}", "rollout.slots=4")
     run.until_step(2)
     far = joined(run, tmp_path / "elsewhere")
     try:
         run.until("samples of the far worker under new weights", lambda: any(
             one.segments and one.segments[-1][0] > 2 for one in of_others(run)
         ))  # fmt: skip
+        brake.release()
         assert run.ends() == 0, run.output
     finally:
         os.killpg(far.pid, signal.SIGKILL)
