@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 CHUNK_BYTES: Final = 1 << 20
 PARTS: Final = 4  # of a file, at most
-WINDOW: Final = 16  # chunks on the way that are not yet acknowledged, of each part
-BATCH_BYTES: Final = 64 << 20  # that are asked for at once
-BATCH_CHUNKS: Final = 64
+WINDOW: Final = 4  # chunks on the way that are not yet acknowledged, of each part; more cost the server CPU
+BATCH_BYTES: Final = 16 << 20  # that are asked for at once, of each part; the server holds them in memory
+BATCH_CHUNKS: Final = 16
 DEADLINE_S: Final = 60.0  # without success; then the bus counts as unreachable
 RETRY_S: Final = 0.2
 STREAM_BYTES_MAX: Final = 64 << 30
