@@ -21,6 +21,8 @@ from bus.weights.objects import CHUNK_BYTES, PARTS, WINDOW, ObjectRoad
 from ops.nats_server import NatsServer
 
 BUCKET = "bench"
+ORDER = ("raw loopback", "file and fsync", "client put", "client get", "road put", "road get")
+JOINED_NBYTES = (32_000_000, 64_000_000)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,55 +40,85 @@ class Passage:
         """Megabytes a second."""
         return self.nbytes / self.seconds / 1e6
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of both."""
+        return self.own_cpu_s + self.server_cpu_s
+
 
 async def measure_road(nbytes: int, rounds: int) -> list[list[Passage]]:
-    """`rounds` of: raw loopback, a file with fsync, then put and get by the client and by the object road."""
+    """`rounds` of: raw loopback, a file with fsync, then put and get by the client and by the object road.
+
+    The client and the road have a server of their own each, and take turns in who comes first.
+    """
     content = os.urandom(nbytes)
-    return [await _round(content) for _ in range(rounds)]
+    measured = []
+    for number in range(rounds):
+        limits = [await _timed("raw loopback", nbytes, lambda: asyncio.to_thread(_loopback, content))]
+        limits.append(await _timed("file and fsync", nbytes, lambda: asyncio.to_thread(_file, content, sync=True)))
+        ways = [_client, _road] if number % 2 == 0 else [_road, _client]
+        measured.append(limits + [passage for way in ways for passage in await way(content)])
+    return measured
 
 
-async def _round(content: bytes) -> list[Passage]:
+async def measure_joining(sizes: Sequence[int] = JOINED_NBYTES) -> list[Passage]:
+    """The client's `get` without a buffer to write into, at sizes that it can bear, and the road's at these."""
+    contents = [os.urandom(nbytes) for nbytes in sizes]
+    joined = [passage for content in contents for passage in await _client(content, into_buffer=False)]
+    return joined + [passage for content in contents for passage in await _road(content)]
+
+
+async def _client(content: bytes, into_buffer: bool = True) -> list[Passage]:
     async with _server() as (url, server):
-        road = ObjectRoad(url, "bench")
         client = await nats.connect(url)
         store = await client.jetstream().create_object_store(BUCKET)
 
-        async def client_get() -> None:
-            received = io.BytesIO()
-            await store.get("weights", writeinto=received)  # without it, joining the chunks is quadratic
-            assert received.getbuffer() == content
+        async def get() -> None:
+            if into_buffer:
+                received = io.BytesIO()
+                await store.get("weights", writeinto=received)
+                assert received.getbuffer() == content
+            else:
+                assert (await store.get("weights")).data == content
 
-        async def road_get() -> None:
+        put = await _warm_and_timed("client put", content, lambda: store.put("weights", content), server)
+        got = await _warm_and_timed("client get", content, get, server)
+        await client.close()
+    return [put, got]
+
+
+async def _road(content: bytes) -> list[Passage]:
+    async with _server() as (url, server):
+        road = ObjectRoad(url, BUCKET)
+
+        async def get() -> None:
             assert await asyncio.to_thread(road.get, "weights") == content
 
-        plan: Sequence[tuple[str, Callable[[], Awaitable[object]]]] = (
-            ("raw loopback", lambda: asyncio.to_thread(_loopback, content)),
-            ("file and fsync", lambda: asyncio.to_thread(_file, content)),
-            ("client put", lambda: store.put("weights", content)),
-            ("client get", client_get),
-            ("road put", lambda: asyncio.to_thread(road.put, "weights", content)),
-            ("road get", road_get),
+        put = await _warm_and_timed(
+            "road put", content, lambda: asyncio.to_thread(road.put, "weights", content), server
         )
-        passages = []
-        for what, work in plan:
-            if what == "road put":
-                await store.delete("weights")
-            passages.append(await _timed(what, len(content), work, server))
-        await client.close()
-    return passages
+        return [put, await _warm_and_timed("road get", content, get, server)]
 
 
-async def _timed(what: str, nbytes: int, work: Callable[[], Awaitable[object]], server: psutil.Process) -> Passage:
+async def _warm_and_timed(
+    what: str, content: bytes, work: Callable[[], Awaitable[object]], server: psutil.Process
+) -> Passage:
+    """Timed once this machine has had the memory: a virtual one gets pages from its host when it first writes them."""
+    await asyncio.to_thread(_file, content, sync=False)
+    return await _timed(what, len(content), work, server)
+
+
+async def _timed(
+    what: str, nbytes: int, work: Callable[[], Awaitable[object]], server: psutil.Process | None = None
+) -> Passage:
     await asyncio.to_thread(os.sync)  # what others have written is not to be waited for
-    began, own, of_server = time.monotonic(), time.process_time(), sum(server.cpu_times()[:2])
+    began, own, of_server = time.monotonic(), time.process_time(), _cpu_s(server)
     await work()
-    return Passage(
-        what,
-        nbytes,
-        time.monotonic() - began,
-        time.process_time() - own,
-        sum(server.cpu_times()[:2]) - of_server,
-    )
+    return Passage(what, nbytes, time.monotonic() - began, time.process_time() - own, _cpu_s(server) - of_server)
+
+
+def _cpu_s(server: psutil.Process | None) -> float:
+    return 0.0 if server is None else float(sum(server.cpu_times()[:2]))
 
 
 @asynccontextmanager
@@ -119,36 +151,62 @@ def _loopback(content: bytes) -> None:
             receiver.join()
 
 
-def _file(content: bytes) -> None:
+def _file(content: bytes, sync: bool) -> None:
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
-def report_road(rounds: Sequence[Sequence[Passage]]) -> list[str]:
-    """The result as Markdown: the median of the rounds."""
+def report_road(rounds: Sequence[Sequence[Passage]], joining: Sequence[Passage] = ()) -> list[str]:
+    """The result as Markdown: the median of the rounds, and what the client's `get` takes without a buffer."""
     nbytes = rounds[0][0].nbytes
-    by_name = {
-        passage.what: sorted((round_[at] for round_ in rounds), key=lambda p: p.seconds)[len(rounds) // 2]
-        for at, passage in enumerate(rounds[0])
-    }
+    passages = [passage for round_ in rounds for passage in round_]
+    by_name = {what: _median([passage for passage in passages if passage.what == what]) for what in ORDER}
     lines = [
-        f"{nbytes / 1e9:g} GB of random bytes, one server with file storage on this machine, medians of {len(rounds)} "
-        f"rounds. The road has {PARTS} streams and connections, chunks of {CHUNK_BYTES >> 20} MiB and {WINDOW} of them "
-        "on the way. The client's `get` is the one that writes into a buffer, `writeinto`; without it, it joins its "
-        "chunks in quadratic time, and 1 GB takes over an hour.",
+        f"{nbytes / 1e9:g} GB of random bytes over TCP on this machine, medians of {len(rounds)} rounds; the client "
+        "and the road have a server with file storage of their own each, and take turns in who comes first. The road "
+        f"has {PARTS} streams and connections, chunks of {CHUNK_BYTES >> 20} MiB and {WINDOW} of them on the way each. "
+        "The client's `get` is the one that writes into a buffer, `writeinto`.",
         "",
-        "| | seconds | MB/s | CPU s, own | CPU s, server | times the client's |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| | seconds | MB/s | CPU s, own | CPU s, server | times the client's, in seconds | in CPU s |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for what, passage in by_name.items():
         client = by_name.get(what.replace("road", "client"), passage)
-        times = f"**{client.seconds / passage.seconds:.1f}**" if what.startswith("road") else ""
+        times = f"**{client.seconds / passage.seconds:.1f}** | {client.cpu_s / passage.cpu_s:.1f}"
         lines.append(
             f"| {what} | {passage.seconds:.2f} | {passage.mb_s:.0f} | {passage.own_cpu_s:.2f} | "
-            f"{passage.server_cpu_s:.2f} | {times} |"
+            f"{passage.server_cpu_s:.2f} | {times if what.startswith('road') else ' | '} |"
         )
-    both = {who: by_name[f"{who} put"].seconds + by_name[f"{who} get"].seconds for who in ("client", "road")}
-    lines.append(f"| put and get | {both['road']:.2f} | | | | **{both['client'] / both['road']:.1f}** |")
+    clients, roads = ([by_name[f"{who} put"], by_name[f"{who} get"]] for who in ("client", "road"))
+    seconds = sum(passage.seconds for passage in roads)
+    times_s = sum(passage.seconds for passage in clients) / seconds
+    times_cpu = sum(passage.cpu_s for passage in clients) / sum(passage.cpu_s for passage in roads)
+    lines.append(
+        f"| road, put and get | {seconds:.2f} | {2 * nbytes / seconds / 1e6:.0f} | | | **{times_s:.1f}** | "
+        f"{times_cpu:.1f} |"
+    )
+    return lines + _report_joining(joining) if joining else lines
+
+
+def _report_joining(passages: Sequence[Passage]) -> list[str]:
+    lines = [
+        "",
+        "Without a buffer to write into, the client's `get` joins its chunks in quadratic time, so it was measured at "
+        "sizes that it can bear, once each.",
+        "",
+        "| MB | client put, s | client get, s | road put, s | road get, s | put and get, times the client's |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    for nbytes in sorted({passage.nbytes for passage in passages}):
+        seconds = {passage.what: passage.seconds for passage in passages if passage.nbytes == nbytes}
+        client, road = (sum(seconds[f"{who} {way}"] for way in ("put", "get")) for who in ("client", "road"))
+        shown = " | ".join(f"{seconds[what]:.2f}" for what in ORDER if what in seconds)
+        lines.append(f"| {nbytes / 1e6:.0f} | {shown} | **{client / road:.1f}** |")
     return lines
+
+
+def _median(passages: Sequence[Passage]) -> Passage:
+    return sorted(passages, key=lambda passage: passage.seconds)[len(passages) // 2]

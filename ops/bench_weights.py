@@ -14,7 +14,7 @@ from typing import TypeVar
 from bus.weights import WeightStore, delta
 from bus.weights.files import digest_of
 from ops.bench import describe_machine, mean, publish, say
-from ops.bench_objects import measure_road, report_road
+from ops.bench_objects import measure_joining, measure_road, report_road
 from ops.recipe import Recipe, load_recipe
 from schemas import UserError
 
@@ -49,7 +49,8 @@ async def bench_weights(size_gb: float, rounds: int, steps: int, recipe: Path | 
         costs = await asyncio.to_thread(lambda: list(measure_deltas(recipe or _smollm2(), steps)))
         lines += ["## Deltas", "", *report_deltas(costs, recipe), ""]
     if rounds:
-        lines += ["## The object road", "", *report_road(await measure_road(round(size_gb * 1e9), rounds)), ""]
+        passages = await measure_road(round(size_gb * 1e9), rounds)
+        lines += ["## The object road", "", *report_road(passages, await measure_joining()), ""]
     publish("\n".join(lines).rstrip() + "\n", out)
     return 0
 
