@@ -54,8 +54,10 @@ async def measure_road(nbytes: int, rounds: int) -> list[list[Passage]]:
     content = os.urandom(nbytes)
     measured = []
     for number in range(rounds):
-        limits = [await _timed("raw loopback", nbytes, lambda: asyncio.to_thread(_loopback, content))]
-        limits.append(await _timed("file and fsync", nbytes, lambda: asyncio.to_thread(_file, content, sync=True)))
+        limits = [
+            await _timed("raw loopback", content, lambda: asyncio.to_thread(_loopback, content)),
+            await _timed("file and fsync", content, lambda: asyncio.to_thread(_file, content, sync=True)),
+        ]
         ways = [_client, _road] if number % 2 == 0 else [_road, _client]
         measured.append(limits + [passage for way in ways for passage in await way(content)])
     return measured
@@ -81,8 +83,8 @@ async def _client(content: bytes, into_buffer: bool = True) -> list[Passage]:
             else:
                 assert (await store.get("weights")).data == content
 
-        put = await _warm_and_timed("client put", content, lambda: store.put("weights", content), server)
-        got = await _warm_and_timed("client get", content, get, server)
+        put = await _timed("client put", content, lambda: store.put("weights", content), server)
+        got = await _timed("client get", content, get, server)
         await client.close()
     return [put, got]
 
@@ -94,27 +96,20 @@ async def _road(content: bytes) -> list[Passage]:
         async def get() -> None:
             assert await asyncio.to_thread(road.get, "weights") == content
 
-        put = await _warm_and_timed(
-            "road put", content, lambda: asyncio.to_thread(road.put, "weights", content), server
-        )
-        return [put, await _warm_and_timed("road get", content, get, server)]
-
-
-async def _warm_and_timed(
-    what: str, content: bytes, work: Callable[[], Awaitable[object]], server: psutil.Process
-) -> Passage:
-    """Timed once this machine has had the memory: a virtual one gets pages from its host when it first writes them."""
-    await asyncio.to_thread(_file, content, sync=False)
-    return await _timed(what, len(content), work, server)
+        put = await _timed("road put", content, lambda: asyncio.to_thread(road.put, "weights", content), server)
+        return [put, await _timed("road get", content, get, server)]
 
 
 async def _timed(
-    what: str, nbytes: int, work: Callable[[], Awaitable[object]], server: psutil.Process | None = None
+    what: str, content: bytes, work: Callable[[], Awaitable[object]], server: psutil.Process | None = None
 ) -> Passage:
+    """Timed once this machine has had the memory: a virtual one gets pages from its host when it first writes them."""
+    await asyncio.to_thread(_file, content, sync=False)
     await asyncio.to_thread(os.sync)  # what others have written is not to be waited for
     began, own, of_server = time.monotonic(), time.process_time(), _cpu_s(server)
     await work()
-    return Passage(what, nbytes, time.monotonic() - began, time.process_time() - own, _cpu_s(server) - of_server)
+    seconds, own_cpu_s = time.monotonic() - began, time.process_time() - own
+    return Passage(what, len(content), seconds, own_cpu_s, _cpu_s(server) - of_server)
 
 
 def _cpu_s(server: psutil.Process | None) -> float:
@@ -133,16 +128,16 @@ async def _server() -> AsyncIterator[tuple[str, psutil.Process]]:
 
 
 def _loopback(content: bytes) -> None:
-    """From one thread's memory to another's through a TCP connection of this machine."""
-    received = memoryview(bytearray(len(content)))
+    """From one thread's memory into a small buffer of another's, through a TCP connection of this machine."""
+    buffer = bytearray(CHUNK_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def receive() -> None:
             connection, _ = listening.accept()
             with connection:
-                at = 0
-                while at < len(received):
-                    at += connection.recv_into(received[at:])
+                left = len(content)
+                while left:
+                    left -= connection.recv_into(buffer)
 
         receiver = threading.Thread(target=receive)
         receiver.start()
