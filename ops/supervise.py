@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -48,8 +49,21 @@ PR_SET_PDEATHSIG = 1
 _PRELOAD = ["ops.preload"]
 
 
+TEMPORARY_PATH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # the kernel's bound, and what multiprocessing adds
+
+
 def fork_server(heavy: bool = True) -> multiprocessing.context.BaseContext:
-    """The context whose children are forked from a server with torch already imported."""
+    """The context whose children are forked from a server with torch already imported.
+
+    Raises `UserError` if the folder for temporary files has too long a path for the server's socket.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > TEMPORARY_PATH_MAX:
+        raise UserError(
+            f"The path of the folder for temporary files has more than {TEMPORARY_PATH_MAX} bytes, too many for a "
+            f"socket in it: {folder}.",
+            "Name a shorter one, such as TMPDIR=/tmp.",
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if heavy else ["ops.host"])
     return context

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,25 @@ STEPS = 12
 WEIGHTS_AS_DELTAS = ("rollout.dtype=bfloat16", "trainer.lr=1e-5", "trainer.publish.full_every=5")
 
 
-def joined(run: Launched, elsewhere: Path) -> subprocess.Popen[bytes]:
+def joined(run: Launched, elsewhere: Path, temporary: str) -> subprocess.Popen[bytes]:
     """`rollstream up rollout` where there is nothing of the run but where its server is."""
     (elsewhere / "known").mkdir(parents=True)
     shutil.copy(run.folder / "run.json", elsewhere / "known")
     return subprocess.Popen(
         [sys.executable, "-m", "cli", "up", "rollout", "--run", str(elsewhere / "known")],
         cwd=elsewhere,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(elsewhere)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": temporary},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """A folder with a cache of its own, at a short path."""
+    with tempfile.TemporaryDirectory(prefix="far-", dir="/tmp") as folder:
+        yield folder
 
 
 def of_others(run: Launched) -> list[Rollout]:
@@ -43,11 +51,11 @@ def of_others(run: Launched) -> list[Rollout]:
 
 
 def test_a_worker_that_does_not_see_the_folder_gets_weights_over_the_bus(
-    launch: Callable[..., Launched], brake: Brake, tmp_path: Path
+    launch: Callable[..., Launched], brake: Brake, tmp_path: Path, temporary: str
 ) -> None:
     run = launch(*WEIGHTS_AS_DELTAS, brake.override, "bus.weights=both", f"steps={STEPS}", "rollout.slots=4")
     run.until_step(2)
-    far = joined(run, tmp_path / "elsewhere")
+    far = joined(run, tmp_path / "elsewhere", temporary)
     try:
         run.until("samples of the far worker under new weights", lambda: any(
             one.segments and one.segments[-1][0] > 2 for one in of_others(run)
@@ -56,7 +64,7 @@ def test_a_worker_that_does_not_see_the_folder_gets_weights_over_the_bus(
         assert run.ends() == 0, run.output
     finally:
         os.killpg(far.pid, signal.SIGKILL)
-        far.communicate()
+        print(far.communicate()[0].decode())  # shown if the test fails
     assert_sound(run.folder, STEPS)
     (versions,) = read_all(run.folder, WEIGHTS)
     kinds = [version.kind for version in versions if isinstance(version, WeightVersion)]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from ops import supervise
 from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
-from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor
+from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor, fork_server
 from schemas import UserError
 
 PIDS = iter(range(100_000, 200_000))
@@ -135,6 +136,25 @@ async def test_a_process_that_is_killed_before_it_begins_again_and_again_ends_th
     with pytest.raises(UserError, match="killed by SIGKILL") as caught:
         await watched.watching
     assert "memory" in caught.value.remedy
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_a_temporary_folder_too_deep_for_a_socket_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, too_many: int
+) -> None:
+    """Clusters give each job a deep one; the remedy was to look for memory."""
+    folder = tmp_path / ("x" * (supervise.TEMPORARY_PATH_MAX + too_many - len(str(tmp_path)) - 1))
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if too_many:
+        with pytest.raises(UserError, match="too many for a socket") as told:
+            fork_server()
+        assert "TMPDIR" in str(told.value.remedy)
+    else:
+        fork_server()
+        (folder / "pymp-12345678").mkdir()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(folder / "pymp-12345678" / "listener-12345678"))
 
 
 async def test_a_start_that_the_fork_server_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
