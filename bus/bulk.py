@@ -17,11 +17,11 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from bus.greeting import complaint, hello
 from bus.port import BusUnavailable, Entry
 from bus.table import Stream, stream_name, subject
-from schemas import UserError
 
 BATCH_MESSAGES: Final = 1024
 BATCH_BYTES: Final = 32 << 20  # of one request; above the largest message, or nothing would ever come
@@ -202,7 +202,8 @@ class _Reader:
         }
         body = json.dumps({"stream_name": self._name, "config": config}).encode()
         plain.sendall(
-            b"CONNECT %s\r\nSUB %s.* 1\r\n" % (json.dumps(_hello(self._url)).encode(), self._inbox.encode())
+            hello(urlsplit(self._url), "bulk")
+            + b"SUB %s.* 1\r\n" % self._inbox.encode()
             + b"PUB $JS.API.CONSUMER.CREATE.%s.%s " % self._names()
             + b"%s.0 %d\r\n%s\r\n" % (self._inbox.encode(), len(body), body)
         )
@@ -220,13 +221,7 @@ class _Reader:
         if line == b"PING" and self._socket is not None:
             self._socket.sendall(b"PONG\r\n")
         elif line.startswith(b"-ERR"):
-            text = line[4:].decode(errors="replace").strip(" '")
-            if "authorization" in text.lower() or "permissions" in text.lower():
-                raise UserError(
-                    f"The NATS server refused us: {text}.",
-                    "Give the user and password in the URL: nats://user:password@host:port.",
-                )
-            raise EOFError(text)
+            raise EOFError(complaint(line))
 
     def _batch(self) -> list[Entry]:
         """What comes of the request that is under way. Sets `_pending`."""
@@ -303,16 +298,3 @@ def _info(line: bytes) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EOFError("no NATS server answers")
     return info
-
-
-def _hello(url: str) -> dict[str, Any]:
-    parts = urlsplit(url)
-    hello: dict[str, Any] = {
-        "verbose": False, "pedantic": False, "lang": "python", "version": "0", "protocol": 1, "headers": True,
-        "no_responders": True, "name": "bulk",
-    }  # fmt: skip
-    if parts.password is not None:
-        hello |= {"user": unquote(parts.username or ""), "pass": unquote(parts.password)}
-    elif parts.username:
-        hello["auth_token"] = unquote(parts.username)
-    return hello

@@ -259,9 +259,9 @@ def _draw_reward(axes: Axes, summary: Summary) -> None:
         versions = [version for version, _ in summary.evaluations]
         held_out = [reward for _, reward in summary.evaluations]
         small = len(versions) > EVALUATIONS_MARKED
-        axes.plot(
-            versions, held_out, label="held-out problems", color="tab:orange", marker="D", ms=3 if small else 6, lw=1.2
-        )
+        joined = 1.2 if len(versions) > 2 else 0.0  # a line through the first and the last would tell of all between
+        size = 3 if small else 6
+        axes.plot(versions, held_out, label="held-out problems", color="tab:orange", marker="D", ms=size, lw=joined)
         if summary.best is not None and len(versions) > 2:
             axes.plot(*summary.best, "*", color="tab:red", ms=15, label=f"best: version {summary.best[0]}")
         named = [*summary.evaluations[:1], *summary.evaluations[1:][-1:], *([summary.best] if summary.best else [])]

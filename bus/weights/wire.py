@@ -12,11 +12,11 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from bus.connection import servers_of
+from bus.greeting import complaint, hello
 from bus.port import BusUnavailable
-from schemas import UserError
 
 CONNECT_TIMEOUT_S: Final = 4.0
 SILENCE_S: Final = 10.0  # of a server that was asked for something
@@ -75,7 +75,7 @@ class Wire:
             if parts[0] == b"PING":
                 self._send([b"PONG\r\n"])
             elif parts[0] == b"-ERR":
-                _refused(b" ".join(parts[1:]))
+                raise Broken(complaint(b" ".join(parts)))
 
     def request(self, subject: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer of the JetStream API. Raises `Broken`, also for one that is not up."""
@@ -100,11 +100,10 @@ class Wire:
                 raise Broken("it is no NATS server")
             if json.loads(line[5:]).get("tls_required") or server.scheme == "tls":
                 self._socket = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
-            hello = json.dumps(_hello(credentials)).encode()
-            self._send([b"CONNECT %s\r\nSUB %s 1\r\nPING\r\n" % (hello, self.inbox.encode())])
+            self._send([hello(credentials, "weights"), b"SUB %s 1\r\nPING\r\n" % self.inbox.encode()])
             while (line := self._line()) != b"PONG":
                 if line.startswith(b"-ERR"):
-                    _refused(line[5:])
+                    raise Broken(complaint(line))
             self._socket.settimeout(SILENCE_S)
         except BaseException:
             self._socket.close()
@@ -163,28 +162,5 @@ class Wire:
             done += self._receive(into[done:])
 
 
-def _hello(credentials: SplitResult) -> dict[str, Any]:
-    hello: dict[str, Any] = {
-        "verbose": False, "pedantic": False, "lang": "python", "version": "0", "protocol": 1, "headers": True,
-        "no_responders": True, "name": "weights",
-    }  # fmt: skip
-    if credentials.password is not None:
-        hello |= {"user": unquote(credentials.username or ""), "pass": unquote(credentials.password)}
-    elif credentials.username:
-        hello["auth_token"] = unquote(credentials.username)
-    return hello
-
-
 def _shown(server: SplitResult) -> str:
     return server._replace(netloc=server.netloc.rpartition("@")[2]).geturl()
-
-
-def _refused(text: bytes) -> None:
-    """Raise what an `-ERR` says."""
-    told = text.decode(errors="replace").strip(" '")
-    if "authorization" in told.lower() or "permissions" in told.lower():
-        raise UserError(
-            f"The NATS server refused us: {told}.",
-            "Give the user and password in the URL: nats://user:password@host:port.",
-        )
-    raise Broken(told)

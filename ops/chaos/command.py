@@ -8,21 +8,17 @@ import dataclasses
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ops.bench import command as run_command
 from ops.bench import describe_machine, publish, say
 from ops.chaos.faults import KINDS, Dice, Fault, Kind
 from ops.chaos.judge import Outcome, judge
 from ops.chaos.report import report
-from ops.chaos.target import Target
+from ops.chaos.target import Target, warmed
 from ops.host import initial_model
-from ops.logging import configure
 from ops.nats_cluster import NatsCluster, cluster
-from ops.recipe import load_recipe
 from schemas import UserError
 
 # Each kind of process is one of its own, and there are two of those that come in numbers.
@@ -64,16 +60,8 @@ class Hunt:
 
 async def chaos(hunt: Hunt) -> int:
     """Hunt, print the table and write it; 0 if all runs ended with a clean log. Ctrl-C prints the table so far."""
-    load_recipe(hunt.recipe, (*CHANGES, *hunt.overrides))  # a mistake in it is told before anything is begun
-    if hunt.folder is not None and hunt.folder.exists():
-        raise UserError(f"{hunt.folder} exists.", "Give another --dir.")
     machine = describe_machine()
-    place = (hunt.folder or Path(tempfile.mkdtemp(prefix="rollstream-chaos-"))).resolve()
-    place.mkdir(parents=True, exist_ok=True)
-    configure(place / "chaos.jsonl", actor="chaos", console=False)
-    say("making the model that all runs start from")
-    made = ("cli", "sft", str(hunt.recipe), *hunt.overrides, "--dir", str(place / "warm"))
-    await run_command(made, place / "warm.txt")
+    place = await warmed("chaos", hunt.recipe, hunt.overrides, CHANGES, hunt.folder)
     outcomes: list[Outcome] = []
     interrupted = False
     hunting = asyncio.current_task()

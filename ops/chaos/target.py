@@ -9,18 +9,44 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from ops.bench import command as run_command
+from ops.bench import say
 from ops.chaos.faults import Fault, Kind
 from ops.host import initial_model
+from ops.logging import configure
 from ops.nats_cluster import NatsCluster
+from ops.recipe import load_recipe
+from schemas import UserError
 
 TAIL_LINES = 15
 REPLICAS = 3
+
+
+async def warmed(
+    kind: str, recipe: Path, overrides: Sequence[str], changes: Sequence[str], folder: Path | None
+) -> Path:
+    """The folder of a hunt or a soak, logged to and with the model that its runs start from in `warm`.
+
+    `folder`, or a temporary one. `changes` are of the runs, not of the model. Raises `UserError`, before anything is
+    begun, if the recipe holds a mistake or the folder exists.
+    """
+    load_recipe(recipe, (*changes, *overrides))
+    if folder is not None and folder.exists():
+        raise UserError(f"{folder} exists.", "Give another --dir.")
+    place = (folder or Path(tempfile.mkdtemp(prefix=f"rollstream-{kind}-"))).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    configure(place / f"{kind}.jsonl", actor=kind, console=False)
+    say("making the model that is started from")
+    made = ("cli", "sft", str(recipe), *overrides, "--dir", str(place / "warm"))
+    await run_command(made, place / "warm.txt")
+    return place
 
 
 class Target:

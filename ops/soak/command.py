@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from bus.port import Bus
 from ops.audit import AuditReport, audit_log
 from ops.bench import command as run_command
 from ops.bench import describe_machine, publish, say
-from ops.chaos.target import Target
+from ops.chaos.target import Target, warmed
 from ops.host import initial_model
 from ops.launch import locate
 from ops.log_source import open_log
-from ops.logging import configure
-from ops.recipe import load_recipe
 from ops.scale import scale
 from ops.soak.memory import Growth, Sample, growths
 from ops.soak.moves import Move, Moves
@@ -85,16 +82,8 @@ class Outcome:
 
 async def soak(asked: Soak) -> int:
     """Soak, print the table and write it; 0 if all is as it should be, 1 if not."""
-    load_recipe(asked.recipe, (*CHANGES, *asked.overrides))
-    if asked.folder is not None and asked.folder.exists():
-        raise UserError(f"{asked.folder} exists.", "Give another --dir.")
     machine = describe_machine()
-    place = (asked.folder or Path(tempfile.mkdtemp(prefix="rollstream-soak-"))).resolve()
-    place.mkdir(parents=True, exist_ok=True)
-    configure(place / "soak.jsonl", actor="soak", console=False)
-    say("making the model that the run starts from")
-    made = ("cli", "sft", str(asked.recipe), *asked.overrides, "--dir", str(place / "warm"))
-    await run_command(made, place / "warm.txt")
+    place = await warmed("soak", asked.recipe, asked.overrides, CHANGES, asked.folder)
     outcome = await _soaked(asked, place)
     publish(report(asked, outcome, machine), asked.out)
     if outcome.sound and asked.folder is None:

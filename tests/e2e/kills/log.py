@@ -7,6 +7,8 @@ from random import Random
 
 import numpy as np
 
+from actors.reward.actor import scored_of
+from actors.reward.verdict import Verdict
 from bus.port import Bus
 from ops.recipe import Recipe
 from recipes.running_total import WORDS
@@ -73,17 +75,7 @@ def _rollout(random: Random, prompt: Prompt, question: list[int]) -> Rollout:
 
 
 def _verdict(random: Random, rollout: Rollout, seq: int) -> Scored:
-    return Scored(
-        group_id=rollout.group_id,
-        index=rollout.index,
-        group_size=rollout.group_size,
-        rollout_seq=seq,
-        prompt_length=len(rollout.prompt_tokens),
-        segments=rollout.segments,
-        finish=rollout.finish,
-        verdict="scored",
-        reward=random.random(),
-    )
+    return scored_of(rollout, seq, Verdict("scored", random.random()))
 
 
 def _batch(step: int, recipe: Recipe, verdicts: Sequence[Scored], groups: int) -> Batch:
