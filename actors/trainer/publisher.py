@@ -52,7 +52,7 @@ class Publisher:
         self._writer = writer
         self._published = published
         self._kept = kept
-        self._before: Snapshot | None = None
+        self._before: Snapshot | None = None  # what a delta may stand on; a copy of all weights, so only for that
         self._under_way: asyncio.Task[None] | None = None
 
     async def take(self, version: int, weights: Callable[[], Mapping[str, Any]]) -> Snapshot | None:
@@ -100,7 +100,7 @@ class Publisher:
 
     async def _announce_version(self, snapshot: Snapshot) -> None:
         """Bytes first, then the event. When replay catches up with the log, its newest version must be ours."""
-        before, self._before = self._before, snapshot
+        before, self._before = self._before, snapshot if self._config.publish.delta else None
         if snapshot.version == self._published:  # whole, so that readers have it whatever became of a delta's base
             await self._check_same(snapshot)
             await asyncio.to_thread(self._writer.publish, snapshot)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -63,8 +65,10 @@ async def bus() -> AsyncIterator[MemoryBus]:
     await bus.close()
 
 
-def publisher(bus: MemoryBus, writer: Writer, published: int = -1, overlap: bool = True) -> Publisher:
-    config = TrainerConfig(keep_versions=2, publish=PublishConfig(overlap=overlap))
+def publisher(
+    bus: MemoryBus, writer: Writer, published: int = -1, overlap: bool = True, delta: bool = True
+) -> Publisher:
+    config = TrainerConfig(keep_versions=2, publish=PublishConfig(overlap=overlap, delta=delta))
     return Publisher(bus, config, writer, published, lambda: {3})
 
 
@@ -95,6 +99,21 @@ async def test_versions_are_announced_in_order_each_before_its_step(bus: MemoryB
     assert [(step.step, step.version) for step in steps] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert all(step.metrics.keys() == {"loss", "seconds_announcing"} for step in steps)
     assert writer.collected[-1] == (3, {0, 3})
+
+
+async def test_without_deltas_the_weights_before_are_let_go(bus: MemoryBus) -> None:
+    """They are as large as the model, and nothing would stand on them."""
+    writer = Writer()
+    to_publish = publisher(bus, writer, delta=False)
+    taken = await to_publish.take(0, lambda: {"w": "weights 0"})
+    left = weakref.ref(taken)
+    await to_publish.announce(taken)
+    del taken
+    await publish(to_publish, range(1, 3))
+    await to_publish.settled()
+    gc.collect()
+    assert left() is None
+    assert writer.written == [(0, -1), (1, -1), (2, -1)]
 
 
 async def test_training_goes_on_while_one_version_is_published_and_waits_with_the_second(bus: MemoryBus) -> None:
