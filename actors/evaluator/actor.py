@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -92,7 +93,7 @@ class Evaluator:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             if self.schedule.finished:
-                await asyncio.to_thread(self.pins.keep_only, set())
+                await self.pins.keep_only(set)
 
     async def once(self, version: int) -> None:
         """Evaluate one version, unless that was done or is being done: then wait for it.
@@ -108,7 +109,7 @@ class Evaluator:
                     continue
                 async with self._leased(version, revision):
                     await self._evaluate(version, [])
-            await asyncio.to_thread(self.pins.keep_only, set())
+            await self.pins.keep_only(set)
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
@@ -157,8 +158,11 @@ class Evaluator:
             if event.version in waiting and event.version != self._at_work:
                 with contextlib.suppress(BytesError):  # collected already: so a newer one is announced
                     await self.pins.pin(event)
-                await asyncio.to_thread(self.pins.keep_only, {event.version, self._at_work})
+                await self.pins.keep_only(functools.partial(self._in_use, event.version))
             self._news.set()
+
+    def _in_use(self, next_one: int) -> set[int]:
+        return {next_one, self._at_work}
 
     # ---- working
 

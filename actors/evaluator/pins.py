@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -29,12 +30,13 @@ class Pins:
     """One evaluator's folder of weights: hard links, which cost nothing and outlive the files that they are of.
 
     From one disk to another, where no link can be made, the file is copied. An evaluator that was killed finds its pins
-    again.
+    again. One thing at a time is done in the folder: who follows the announcements and who evaluates both pin.
     """
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._folder = folder
         self._weights = weights
+        self._changing = asyncio.Lock()
 
     async def pin(self, event: WeightVersion) -> Local:
         """The version's files, which stay there from now on. Pinning again changes nothing.
@@ -43,11 +45,12 @@ class Pins:
         """
         kept = self._folder / f"v{event.version:06d}.safetensors"
         base = self._folder / f"v{event.version:06d}.base.safetensors" if event.kind == "adapter" else None
-        if not kept.exists():  # it comes after its base
-            there = await self._weights.fetch(event)
-            if base is not None and there.base is not None:
-                await asyncio.to_thread(self._keep, there.base, base)
-            await asyncio.to_thread(self._keep, there.path, kept)
+        async with self._changing:
+            if not kept.exists():  # it comes after its base
+                there = await self._weights.fetch(event)
+                if base is not None and there.base is not None:
+                    await asyncio.to_thread(self._keep, there.base, base)
+                await asyncio.to_thread(self._keep, there.path, kept)
         return Local(kept, base)
 
     def _keep(self, source: Path, kept: Path) -> None:
@@ -60,8 +63,12 @@ class Pins:
             shutil.copyfile(source, aside)
         aside.rename(kept)
 
-    def keep_only(self, versions: set[int]) -> None:
-        """Give all other versions up. With nothing left the folder goes too."""
+    async def keep_only(self, versions: Callable[[], set[int]]) -> None:
+        """Give all versions up but those it returns once no pin is being made. With nothing left the folder goes too."""
+        async with self._changing:
+            await asyncio.to_thread(self._keep_only, versions())
+
+    def _keep_only(self, versions: set[int]) -> None:
         if not self._folder.is_dir():
             return
         for path in self._folder.iterdir():

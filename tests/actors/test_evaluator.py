@@ -137,18 +137,20 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 
 @contextlib.asynccontextmanager
 async def working(evaluator: Evaluator) -> AsyncIterator[asyncio.Task[None]]:
-    """The evaluator at work; at the end it is killed, if it has not ended by itself."""
+    """The evaluator at work; at the end it is killed, if it has not ended by itself. Raises what it died of."""
     task = asyncio.create_task(evaluator.run(asyncio.Event()))
     try:
         yield task
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
 
 
 def engine_of(evaluator: Evaluator) -> FakeEngine:
@@ -365,7 +367,26 @@ async def test_pins_outlive_what_they_are_of(tmp_path: Path) -> None:
     assert await pins.pin(event) == files
     assert files.base is not None
     assert (files.path.read_text(), files.base.read_text()) == ("three", "zero")
-    pins.keep_only({4})
+    await pins.keep_only(lambda: {4})
     assert list((tmp_path / "pins").iterdir()) == []
-    pins.keep_only(set())
+    await pins.keep_only(set)
     assert not (tmp_path / "pins").exists()
+
+
+async def test_a_version_is_pinned_twice_and_others_given_up_at_the_same_time(tmp_path: Path) -> None:
+    """Who follows the announcements and who evaluates do so: neither takes the other's file away half made."""
+    source = tmp_path / "v2"
+    source.write_text("two")
+
+    class Weights:
+        async def fetch(self, event: WeightVersion) -> Local:
+            return Local(source)
+
+        def close(self) -> None: ...
+
+    event = WeightVersion(version=2, path="v2", digest="d", nbytes=3)
+    for k in range(50):
+        pins = Pins(tmp_path / f"pins-{k}", Weights())
+        one, other, _ = await asyncio.gather(pins.pin(event), pins.pin(event), pins.keep_only(lambda: {2}))
+        assert one == other
+        assert one.path.read_text() == "two"
