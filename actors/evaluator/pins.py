@@ -64,7 +64,7 @@ class Pins:
         aside.rename(kept)
 
     async def keep_only(self, versions: Callable[[], set[int]]) -> None:
-        """Give all versions up but those it returns once no pin is being made. With nothing left the folder goes too."""
+        """Give all versions up but those it returns once no pin is being made. With none left the folder goes too."""
         async with self._changing:
             await asyncio.to_thread(self._keep_only, versions())
 
