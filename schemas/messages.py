@@ -11,11 +11,14 @@ A policy version counts optimizer steps: version 0 is the initial model, step i 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
+from schemas.base import TYPES as TYPES
+from schemas.base import Message as Message
+from schemas.base import Sample as Sample
+from schemas.base import covers, register, same_length
 from schemas.errors import MalformedMessage
 from schemas.fields import (
-    Codec,
     DoubleArray,
     FloatArray,
     IntArray,
@@ -31,7 +34,8 @@ from schemas.fields import (
     segments,
     string,
 )
-from schemas.ids import GROUP_ID_MAX, INDEX_MAX, oldest_and_newest, parse_sample_id, sample_id
+from schemas.ids import oldest_and_newest, parse_sample_id, sample_id
+from schemas.trajectory import check_observations, check_sequences, check_steps
 
 Finish: TypeAlias = Literal["stop", "length"]
 Verdict: TypeAlias = Literal["scored", "timeout", "error", "invalid"]
@@ -44,90 +48,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 ChatPrompt: TypeAlias = str | list[dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Message:
-    """The base of all messages: checks its fields when built, compares by value."""
-
-    TYPE: ClassVar[str] = ""
-    TYPE_VERSION: ClassVar[int] = 1
-    _codecs: ClassVar[dict[str, Codec]] = {}
-
-    def __post_init__(self) -> None:
-        for name, codec in self._codecs.items():
-            try:
-                object.__setattr__(self, name, codec.check(getattr(self, name)))
-            except MalformedMessage as error:
-                raise MalformedMessage(f"{self.TYPE}.{name} {error.reason}") from None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Message) and type(self) is type(other) and self.packed() == other.packed()
-
-    def __hash__(self) -> int:
-        return hash((self.TYPE, self.id))
-
-    @property
-    def id(self) -> str:
-        """The id under which readers drop duplicates within a stream."""
-        raise NotImplementedError
-
-    @property
-    def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version in the message, for the headers; None if it has none."""
-        return None
-
-    def packed(self) -> dict[str, Any]:
-        """The fields as plain msgpack values."""
-        return {name: codec.pack(getattr(self, name)) for name, codec in self._codecs.items()}
-
-    @classmethod
-    def unpacked(cls, fields: dict[Any, Any]) -> Self:
-        """The message with these packed fields. Raises `MalformedMessage`."""
-        values: dict[str, Any] = {}
-        for name, codec in cls._codecs.items():
-            if name in fields:
-                try:
-                    values[name] = codec.unpack(fields[name])
-                except MalformedMessage as error:
-                    raise MalformedMessage(f"{cls.TYPE}.{name} {error.reason}") from None
-        try:
-            return cls(**values)
-        except TypeError as error:  # a field without a default is missing
-            raise MalformedMessage(f"{cls.TYPE}: {error}") from None
-
-
-TYPES: dict[str, type[Message]] = {}
-
-
-def _register(cls: type[Message]) -> type[Message]:
-    cls._codecs = {field.name: field.metadata["codec"] for field in dataclasses.fields(cls)}
-    TYPES[cls.TYPE] = cls
-    return cls
-
-
-def _covers(pairs: Segments, tokens: int, name: str) -> None:
-    if sum(count for _, count in pairs) != tokens:
-        raise MalformedMessage(f"{name} cover {sum(count for _, count in pairs)} tokens of {tokens}")
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Sample(Message):
-    """What all messages about one sample share."""
-
-    group_id: int = integer(0, GROUP_ID_MAX)
-    index: int = integer(0, INDEX_MAX)
-
-    @property
-    def sample_id(self) -> str:
-        """`"<group_id>-<index>"`."""
-        return sample_id(self.group_id, self.index)
-
-    @property
-    def id(self) -> str:
-        """The sample's id: a sample has one message of each type."""
-        return self.sample_id
-
-
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Prompt(Sample):
     """Controller → rollout workers: generate sample `index` of group `group_id`.
@@ -154,7 +75,7 @@ class Prompt(Sample):
         return self.min_version, self.min_version
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Partial(Sample):
     """Rollout worker → rollout workers: the newest known prefix of an unfinished sample.
@@ -170,8 +91,8 @@ class Partial(Sample):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _same_length(self.tokens, self.logprobs, "partial")
-        _covers(self.segments, len(self.tokens), "partial.segments")
+        same_length(self.tokens, self.logprobs, "partial")
+        covers(self.segments, len(self.tokens), "partial.segments")
 
     @property
     def id(self) -> str:
@@ -184,7 +105,7 @@ class Partial(Sample):
         return oldest_and_newest(self.segments)
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Rollout(Sample):
     """Rollout worker → reward workers, and by sequence → trainer ranks: a finished sample.
@@ -194,6 +115,13 @@ class Rollout(Sample):
     needs a tokenizer. `seconds` runs from the prompt's arrival to the last token, `resumed` counts the hand-overs.
     An answer that was given up before its budget was used has finish `length`, the reason in `stopped` ("repetition",
     "budget", "predicate") and in `saved` how many tokens it was still allowed.
+
+    A trajectory of several turns: `tokens` holds what the model made and, between its turns, what it was told; the
+    latter are `observations`, spans `(start, count)` laid flat in int32[2N], ascending, whose logprobs are 0 and which
+    are never trained. Where a turn does not go on from all before it, another sequence begins: `sequences` int32[2K]
+    are pairs `(prompt tokens, tokens)` that cut `prompt_tokens` and `tokens` up; empty means one. `messages` is the
+    conversation after `prompt` as chat messages. An episode that scored itself sets `reward`, and by step
+    `token_rewards` and `step_ends` as in `Scored`.
     """
 
     TYPE: ClassVar[str] = "rollout"
@@ -211,12 +139,21 @@ class Rollout(Sample):
     resumed: int = integer(default=0)
     stopped: str = string(100, "")
     saved: int = integer(default=0)
+    observations: IntArray = array("<i4", ())
+    sequences: IntArray = array("<i4", ())
+    messages: list[dict[str, Any]] = data(())
+    reward: float | None = number(None, optional=True)
+    token_rewards: FloatArray = array("<f4", ())
+    step_ends: IntArray = array("<i4", ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_prompt(self)
-        _same_length(self.tokens, self.logprobs, "rollout")
-        _covers(self.segments, len(self.tokens), "rollout.segments")
+        same_length(self.tokens, self.logprobs, "rollout")
+        covers(self.segments, len(self.tokens), "rollout.segments")
+        check_observations(self.observations, len(self.tokens))
+        check_sequences(self.sequences, len(self.prompt_tokens), len(self.tokens))
+        check_steps("rollout", self.token_rewards, self.step_ends, len(self.tokens), self.reward)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -224,7 +161,7 @@ class Rollout(Sample):
         return oldest_and_newest(self.segments)
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Scored(Sample):
     """Reward worker → controller: the verdict on the rollout at sequence `rollout_seq` of the rollouts stream.
@@ -255,11 +192,7 @@ class Scored(Sample):
         super().__post_init__()
         if (self.reward is None) == (self.verdict == "scored"):
             raise MalformedMessage(f"scored: a verdict {self.verdict} cannot come with the reward {self.reward}")
-        rewarded, ends = len(self.token_rewards), self.step_ends
-        if rewarded not in (0, self.length) or (rewarded and self.reward is None):
-            raise MalformedMessage(f"scored.token_rewards are {rewarded} for {self.length} tokens, or without a reward")
-        if len(ends) and not (ends[0] >= 0 and ends[-1] < rewarded and (ends[1:] > ends[:-1]).all()):
-            raise MalformedMessage(f"scored.step_ends must ascend and lie within {rewarded} token_rewards")
+        check_steps("scored", self.token_rewards, self.step_ends, self.length, self.reward)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -272,7 +205,7 @@ class Scored(Sample):
         return sum(count for _, count in self.segments)
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Dropped(Sample):
     """Anybody → controller, people: the terminal record of a sample that will never be trained, and what it cost."""
@@ -283,7 +216,7 @@ class Dropped(Sample):
     detail: str = string(4000, "")
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Message):
     """Controller → every trainer rank: the write-ahead record of optimizer step `step`.
@@ -339,7 +272,7 @@ class Batch(Message):
         ]
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WeightVersion(Message):
     """Trainer rank 0 → everybody: the weights of `version` are at `path`, relative to the run's weight store.
@@ -376,7 +309,7 @@ class WeightVersion(Message):
         return self.version, self.version
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepDone(Message):
     """Trainer rank 0 → everybody: step `step` is done and made `version`.
@@ -396,7 +329,7 @@ class StepDone(Message):
         return str(self.step)
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation(Message):
     """Evaluator → everybody: how `version` did on the held-out problems of `data`, of which there are `count`.
@@ -440,7 +373,7 @@ class Evaluation(Message):
         return self.version, self.version
 
 
-@_register
+@register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Control(Message):
     """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join.
@@ -466,11 +399,6 @@ class Control(Message):
     def id(self) -> str:
         """Each control message is its own."""
         return f"{self.action}/{self.nonce}"
-
-
-def _same_length(tokens: IntArray, logprobs: FloatArray, name: str) -> None:
-    if len(tokens) != len(logprobs):
-        raise MalformedMessage(f"{name} has {len(tokens)} tokens and {len(logprobs)} logprobs")
 
 
 def _check_prompt(message: Prompt | Rollout) -> None:
