@@ -58,6 +58,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     from actors.reward.child import load
+    from actors.reward.verifiers import Setting
     from actors.trainer.optimizer import schedule
     from ops.datasets import load_dataset
 
@@ -68,7 +69,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     data = load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle)
     rows = [data.row(k) for k in range(recipe.controller.batch_groups * recipe.steps)]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    function, _ = load(recipe.reward.function, recipe.base)
+    function, _ = load(recipe.reward.function, recipe.reward.options, Setting(recipe.base, recipe.reward.timeout_s))
     marks = Marks()
 
     def reward(completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:

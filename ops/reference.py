@@ -24,6 +24,7 @@ from actors.controller.actor import sample_seed
 from actors.controller.groups import EQUAL_REWARDS
 from actors.reward.child import load, read_reward
 from actors.reward.verdict import RewardRequest
+from actors.reward.verifiers import Setting
 from bus.weights import WeightStore, WeightWriter
 from ops.datasets import Dataset, load_dataset
 from ops.recipe import Recipe
@@ -113,7 +114,9 @@ class Sampler:
         self._data: Dataset = load_dataset(
             spec, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle and not held_out, held_out=held_out
         )
-        self._reward, self._keywords = load(recipe.reward.function, recipe.base)
+        self._reward, self._keywords = load(
+            recipe.reward.function, recipe.reward.options, Setting(recipe.base, recipe.reward.timeout_s)
+        )
         eos = AutoConfig.from_pretrained(str(initial)).eos_token_id
         self._sampling: Sampling = Sampling(
             max_new_tokens=rollout.max_new_tokens,

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, BinaryIO
@@ -34,7 +35,8 @@ from actors.reward.frames import (
     unpack,
 )
 from actors.reward.steps import PROCESS_REWARDS, read_number, read_process_rewards
-from actors.reward.verifiers import BUILTINS
+from actors.reward.verifiers import BUILTINS, Setting, load_builtin
+from actors.reward.verifiers.options import near
 from schemas.errors import UserError
 
 KEYWORDS = ("prompt", "response", "task", "finish", "sample_id", "tokens")
@@ -44,14 +46,21 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def load(spec: str, base: Path | None) -> tuple[Callable[..., Any], list[str]]:
-    """The reward function that `spec` names and the keywords that it takes. Raises `UserError`."""
-    function = BUILTINS[spec]() if spec in BUILTINS else load_function(spec, base, builtins=BUILTINS)
-    return function, accepted_keywords(spec, function)
+def load(spec: str, options: Mapping[str, Any], setting: Setting) -> tuple[Callable[..., Any], list[str]]:
+    """The reward function that `spec` names, given its options, and the keywords that it takes. Raises `UserError`."""
+    if spec in BUILTINS:
+        function = load_builtin(spec, options, setting)
+        return function, accepted_keywords(spec, function, {})
+    function = load_function(spec, setting.base, builtins=BUILTINS)
+    keywords = accepted_keywords(spec, function, options)
+    return (partial(function, **options) if options else function), keywords
 
 
-def accepted_keywords(spec: str, function: Callable[..., Any]) -> list[str]:
-    """Those of `KEYWORDS` that `function` takes. Raises `UserError` if it cannot be called with them alone."""
+def accepted_keywords(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+    """Those of `KEYWORDS` that `function` takes.
+
+    Raises `UserError` if it cannot be called with them and the options alone, or does not take an option.
+    """
     remedy = f"Define it as a plain function of any of: {', '.join(KEYWORDS)}."
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(f"The reward function '{spec}' is asynchronous.", remedy)
@@ -59,11 +68,19 @@ def accepted_keywords(spec: str, function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise UserError(f"The reward function '{spec}' does not tell its parameters: {error}.", remedy) from error
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    free = [p.name for p in named if p.name not in KEYWORDS and p.kind is not p.POSITIONAL_ONLY]
+    for name in options:
+        if name in KEYWORDS or not (anything or name in free):
+            message = f"The reward function '{spec}' does not take the option {name}."
+            taken = near(name, free).replace("It has", "Of its parameters, options may be")
+            raise UserError(message, "What rewards are given is no option." if name in KEYWORDS else taken)
+    if anything:
         return list(KEYWORDS)
-    named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
     for p in named:
-        if p.default is p.empty and (p.name not in KEYWORDS or p.kind is p.POSITIONAL_ONLY):
+        given = p.name in KEYWORDS or p.name in options
+        if p.default is p.empty and (not given or p.kind is p.POSITIONAL_ONLY):
             raise UserError(f"The reward function '{spec}' wants '{p.name}', which rewards are not given.", remedy)
     return [p.name for p in named if p.name in KEYWORDS]
 
@@ -120,8 +137,12 @@ def _last_line(error: BaseException) -> str:
 
 def work(spec: str, base: Path | None, requests: BinaryIO, replies: BinaryIO) -> None:
     """Say that the function is ready, or why not; then answer every request until the parent closes the pipe."""
+    body = read_frame(requests, REQUEST_BYTES_MAX)
+    if body is None:
+        return
+    told = unpack(body)
     try:
-        function, keywords = load(spec, base)
+        function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"]))
     except UserError as error:
         _reply(replies, {"message": error.message, "remedy": error.remedy})
         return

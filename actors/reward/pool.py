@@ -146,7 +146,7 @@ class RewardPool:
         try:
             if self._closed:  # it was, while the process started
                 raise PoolClosed
-            await child.load(self._config.start_timeout_s)
+            await child.load(self._config)
         except BaseException:
             await self._discard(child)
             raise

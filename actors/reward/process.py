@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from actors.reward.frames import DETAIL_CHARS_MAX, HEADER, REPLY_BYTES_MAX, frame, unpack
+from actors.reward.config import RewardConfig
+from actors.reward.frames import DETAIL_CHARS_MAX, HEADER, REPLY_BYTES_MAX, frame, pack, unpack
 from actors.reward.steps import check_steps, read_float32
 from actors.reward.verdict import Verdict
 from schemas.errors import UserError
@@ -57,12 +58,14 @@ class RewardProcess:
         )
         return cls(process)
 
-    async def load(self, timeout_s: float) -> None:
-        """Wait until the child has loaded the function.
+    async def load(self, config: RewardConfig) -> None:
+        """Have the child load the function, and wait until it has.
 
-        Raises `UserError` if it cannot, `ChildLost` if the child dies over it, `ChildSilent` after `timeout_s`.
+        Raises `UserError` if it cannot, `ChildLost` if the child dies over it, `ChildSilent` if it takes too long.
         """
-        async with self._deadline(timeout_s):
+        async with self._deadline(config.start_timeout_s):
+            self._stdin.write(frame(pack({"options": config.options, "timeout_s": config.timeout_s})))
+            await self._stdin.drain()
             loaded = await self._reply()
         if "message" in loaded:
             raise UserError(str(loaded["message"]), str(loaded.get("remedy", "")))

@@ -8,8 +8,15 @@ import pytest
 from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest
-from actors.reward.verifiers import exact, load_math_verify, numeric
+from actors.reward.verifiers import RewardFunction, Setting, load_builtin
 from schemas import UserError
+
+
+def built_in(name: str, **options: Any) -> RewardFunction:
+    return load_builtin(name, options, Setting())
+
+
+exact, numeric = built_in("exact"), built_in("numeric")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +89,14 @@ def test_numeric_takes_time_linear_in_the_reply() -> None:
 def test_math_verify_compares_meaning(response: str, answer: str, reward: float) -> None:
     """Two ways to write one value are equal."""
     pytest.importorskip("math_verify")
-    assert load_math_verify()(response, {"answer": answer}) == reward
+    assert built_in("math_verify")(response, {"answer": answer}) == reward
 
 
 def test_math_verify_refuses_an_answer_that_it_cannot_read() -> None:
     """Otherwise every reply to that row would be wrong."""
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="cannot read the answer ''"):
-        load_math_verify()("5", {"answer": ""})
+        built_in("math_verify")("5", {"answer": ""})
 
 
 async def test_math_verify_runs_in_the_pool() -> None:
@@ -106,4 +113,4 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     """The extra is optional; whoever lacks it must read what to install."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"needs the package math-verify.*pip install 'rollstream\[math\]'"):
-        load_math_verify()
+        built_in("math_verify")
