@@ -1,0 +1,243 @@
+"""What runs in the sandbox: a supervisor, process 1 of its own process namespace, and the program in a fork of it.
+
+Started by `launch` as a compiled file of its own, so nothing but the standard library can be imported. The kernel does
+not deliver to process 1 any signal from inside its namespace, so the program cannot end or stop it; it holds no answer,
+and the word that makes a reply count (`nonce`) is read only after the program has ended. When a program ends, all that
+it has started is killed.
+
+Requests, on descriptor 0: a length and a JSON object, then 16 bytes of nonce. Replies, on descriptor 1: see `_reply`.
+"""
+
+import bisect  # noqa: F401  # what programs import most is there already when they start
+import collections  # noqa: F401
+import contextlib
+import errno
+import functools  # noqa: F401
+import heapq  # noqa: F401
+import itertools  # noqa: F401
+import json
+import math
+import os
+import re  # noqa: F401
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+import types
+from typing import Any, NoReturn
+
+REQUESTS, REPLIES = 50, 51
+REPORT = 3  # where the harness in the program's process tells what came of it
+NONCE_BYTES = 16
+CHUNK = 1 << 16
+
+
+def main() -> dict[str, Any]:
+    """Serve requests until the parent closes the pipe. Returns, in the fork, the request whose program is to be run."""
+    os.dup2(0, REQUESTS, inheritable=False)
+    os.dup2(1, REPLIES, inheritable=False)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.write(REPLIES, b"R")  # ready
+    while True:
+        header = _read(4)
+        if not header:
+            os._exit(0)
+        request: dict[str, Any] = json.loads(_read(struct.unpack(">I", header)[0]))
+        pipes = [os.pipe() for _ in range(4)]  # stdin, stdout, stderr, report
+        child = os.fork()
+        if not child:
+            _become(request, pipes)
+            return request
+        for pipe, side in zip(pipes, (0, 1, 1, 1), strict=True):
+            os.close(pipe[side])
+        _watch(child, request, [pipes[0][1], pipes[1][0], pipes[2][0], pipes[3][0]])
+
+
+def _read(count: int) -> bytes:
+    parts = []
+    while count:
+        part = os.read(REQUESTS, min(count, 1 << 20))
+        if not part:
+            return b""
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _become(request: dict[str, Any], pipes: list[tuple[int, int]]) -> None:
+    """In the fork: take the program's descriptors, let go of all others, and accept the limits."""
+    os.setsid()
+    for fd, (pipe, side) in enumerate(zip(pipes, (0, 1, 1, 1), strict=True)):
+        os.dup2(pipe[side], 60 + fd)
+    for fd in range(4):
+        os.dup2(60 + fd, fd, inheritable=fd < 3)
+    os.closerange(4, 256)
+    limits = {
+        resource.RLIMIT_CPU: math.ceil(request["time_s"]) + 1,
+        resource.RLIMIT_AS: request["memory_bytes"],
+        resource.RLIMIT_NPROC: request["processes"] + 1,
+        resource.RLIMIT_FSIZE: request["file_bytes"],
+        resource.RLIMIT_NOFILE: 128,
+        resource.RLIMIT_CORE: 0,
+    }
+    for name, limit in limits.items():
+        resource.setrlimit(name, (limit, limit))
+
+
+def _watch(child: int, request: dict[str, Any], pipes: list[int]) -> None:
+    """Feed and read the program until it ends or must be ended; kill what is left of it; reply."""
+    begin = time.monotonic()
+    deadline = begin + request["time_s"]
+    feed: int | None = pipes[0]
+    sources = pipes[1:]
+    stdin = memoryview(request.pop("stdin").encode("utf-8", "surrogateescape"))
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    for fd in (ended, *sources):
+        poll.register(fd, select.POLLIN)
+    os.set_blocking(pipes[0], False)
+    poll.register(pipes[0], select.POLLOUT)
+    read = {fd: bytearray() for fd in sources}
+    status = ""
+    running = True
+    while running and not status:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            status = "timeout"
+        for fd, _ in poll.poll(max(0.0, left) * 1000 + 1):
+            if fd == ended:
+                running = False
+            elif fd == feed:
+                try:
+                    stdin = stdin[os.write(feed, stdin[:CHUNK]) :] if stdin else stdin
+                except OSError as error:
+                    stdin = stdin if error.errno == errno.EAGAIN else stdin[:0]
+                if not stdin:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    feed = None
+            elif not _take(fd, read[fd], request["output_bytes"]):
+                poll.unregister(fd)
+            elif len(read[fd]) > request["output_bytes"]:
+                status = "output"
+    seconds = time.monotonic() - begin
+    code = _end(child)
+    for fd, taken in read.items():
+        while len(taken) <= request["output_bytes"] and _take(fd, taken, request["output_bytes"]):
+            pass
+        if len(taken) > request["output_bytes"]:
+            status = status or "output"
+        os.close(fd)
+    os.close(ended)
+    if feed is not None:
+        os.close(feed)
+    _reply(status, code, seconds, [bytes(read[fd][: request["output_bytes"]]) for fd in sources])
+
+
+def _take(fd: int, into: bytearray, most: int) -> bool:
+    """Read once; a byte more than allowed at most. False at the end."""
+    part = os.read(fd, min(CHUNK, most + 1 - len(into)) or 1)
+    into += part
+    return bool(part)
+
+
+def _end(child: int) -> int:
+    """Kill and reap all processes but this one; the wait status of the child."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    code = 0
+    while True:
+        try:
+            ended, status = os.wait()
+        except ChildProcessError:
+            return code
+        if ended == child:
+            code = status
+
+
+def _reply(status: str, code: int, seconds: float, parts: list[bytes]) -> None:
+    """A length and a JSON object with the sizes of what follows: stdout, stderr, report."""
+    clean = not os.listdir("/tmp")
+    nonce = _read(NONCE_BYTES)
+    head = {
+        "nonce": nonce.hex(),
+        "limit": status,
+        "exit": os.waitstatus_to_exitcode(code),
+        "seconds": seconds,
+        "clean": clean,
+        "sizes": [len(part) for part in parts],
+    }
+    packed = json.dumps(head).encode()
+    out = memoryview(struct.pack(">I", len(packed)) + packed + b"".join(parts))
+    while out:
+        out = out[os.write(REPLIES, out) :]
+
+
+def run(request: dict[str, Any]) -> None:
+    """In the fork: the program as it would run by itself, or the call of its function. Reports what came of it."""
+    call = request.get("call")
+    module = types.ModuleType("program" if call else "__main__")
+    sys.modules[module.__name__] = module
+    sys.argv = ["program.py"]
+    try:
+        code = compile(request["program"], "program.py", "exec", dont_inherit=True)
+    except MemoryError:
+        _report("memory")
+    except (SyntaxError, ValueError, RecursionError, OverflowError, UnicodeError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _report("compile_error")
+    request.clear()
+    try:
+        exec(code, module.__dict__)
+        if call:
+            name, arguments = call
+            value = _function(module, name)(*json.loads(arguments))
+            text = json.dumps(value, allow_nan=False)
+            del value
+            sys.stdout.flush()
+            _say(b"V" + text.encode("ascii"))
+    except SystemExit:
+        raise
+    except MemoryError:
+        _report("memory")
+    except BaseException as error:
+        import traceback
+
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace and trace.tb_next)
+        _report("failed")
+
+
+def _function(module: types.ModuleType, name: str) -> Any:
+    function = getattr(module, name, None)
+    if function is None and hasattr(module, "Solution"):
+        function = getattr(module.Solution(), name, None)
+    if function is None:
+        raise NameError(f"the program defines no {name!r}")
+    return function
+
+
+def _report(kind: str) -> NoReturn:
+    """Tell how it ended and end at once."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        _say(b"K" + kind.encode())
+        os._exit(1)
+
+
+def _say(text: bytes) -> None:
+    view = memoryview(text)
+    while view:
+        view = view[os.write(REPORT, view) :]
+
+
+if __name__ == "__main__":
+    run(main())
