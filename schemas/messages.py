@@ -35,7 +35,7 @@ from schemas.fields import (
     string,
 )
 from schemas.ids import oldest_and_newest, parse_sample_id, sample_id
-from schemas.trajectory import check_observations, check_sequences, check_steps
+from schemas.trajectory import check_observations, check_sequences, check_spans, check_steps
 
 Finish: TypeAlias = Literal["stop", "length"]
 Verdict: TypeAlias = Literal["scored", "timeout", "error", "invalid"]
@@ -80,7 +80,8 @@ class Prompt(Sample):
 class Partial(Sample):
     """Rollout worker → rollout workers: the newest known prefix of an unfinished sample.
 
-    `tokens` int32[T], `logprobs` float32[T] of the behaviour policy, `segments` cover T. `worker` made it.
+    `tokens` int32[T], `logprobs` float32[T] of the behaviour policy, `segments` cover T. `worker` made it. `turn` is the
+    id of the turn that it is the answer to, empty for a sample that has no turns.
     """
 
     TYPE: ClassVar[str] = "partial"
@@ -88,6 +89,7 @@ class Partial(Sample):
     logprobs: FloatArray = array("<f4")
     segments: Segments = segments()
     worker: str = string(200, "")
+    turn: str = string(200, "")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +99,12 @@ class Partial(Sample):
     @property
     def id(self) -> str:
         """A longer prefix is another message."""
-        return f"{self.sample_id}/{len(self.tokens)}"
+        return f"{self.of}/{len(self.tokens)}"
+
+    @property
+    def of(self) -> str:
+        """The id of the turn, or of the sample, that it is a prefix of."""
+        return self.turn or self.sample_id
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -121,7 +128,8 @@ class Rollout(Sample):
     are never trained. Where a turn does not go on from all before it, another sequence begins: `sequences` int32[2K]
     are pairs `(prompt tokens, tokens)` that cut `prompt_tokens` and `tokens` up; empty means one. `messages` is the
     conversation after `prompt` as chat messages. An episode that scored itself sets `reward`, and by step
-    `token_rewards` and `step_ends` as in `Scored`.
+    `token_rewards` and `step_ends` as in `Scored`. `turns` are the ids of the answers that its tokens are made of, in
+    their order; empty for a sample that was no episode.
     """
 
     TYPE: ClassVar[str] = "rollout"
@@ -142,6 +150,7 @@ class Rollout(Sample):
     observations: IntArray = array("<i4", ())
     sequences: IntArray = array("<i4", ())
     messages: list[dict[str, Any]] = data(())
+    turns: list[str] = data(())
     reward: float | None = number(None, optional=True)
     token_rewards: FloatArray = array("<f4", ())
     step_ends: IntArray = array("<i4", ())
@@ -151,7 +160,7 @@ class Rollout(Sample):
         _check_prompt(self)
         same_length(self.tokens, self.logprobs, "rollout")
         covers(self.segments, len(self.tokens), "rollout.segments")
-        check_observations(self.observations, len(self.tokens))
+        check_observations(self.observations, self.logprobs)
         check_sequences(self.sequences, len(self.prompt_tokens), len(self.tokens))
         check_steps("rollout", self.token_rewards, self.step_ends, len(self.tokens), self.reward)
 
@@ -171,6 +180,7 @@ class Scored(Sample):
 
     `token_rewards` float32[T] are process rewards, earned beside `reward`: that of a step at its last token. Those last
     tokens are `step_ends` int32[K], ascending; empty if each token is rewarded by itself. Both are empty without.
+    `segments` cover all T tokens of the rollout, of which `observations` are not the model's own.
     """
 
     TYPE: ClassVar[str] = "scored"
@@ -187,12 +197,14 @@ class Scored(Sample):
     worker: str = string(200, "")
     token_rewards: FloatArray = array("<f4", ())
     step_ends: IntArray = array("<i4", ())
+    observations: IntArray = array("<i4", ())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.reward is None) == (self.verdict == "scored"):
             raise MalformedMessage(f"scored: a verdict {self.verdict} cannot come with the reward {self.reward}")
         check_steps("scored", self.token_rewards, self.step_ends, self.length, self.reward)
+        check_spans("scored", self.observations, self.length)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -201,7 +213,7 @@ class Scored(Sample):
 
     @property
     def length(self) -> int:
-        """Tokens in the response."""
+        """Tokens in the response, observations among them."""
         return sum(count for _, count in self.segments)
 
 
