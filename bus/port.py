@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from bus.table import Consumer, Stream
-from schemas import Message, Partial, decode, parse_sample_id
+from schemas import Answer, Message, Partial, Turn, decode, parse_sample_id
 from schemas.ids import parse_pair
 
 ID_HEADER = "Nats-Msg-Id"
@@ -84,7 +84,11 @@ class Entry:
 
 def key_of(message: Message) -> str:
     """The key under which the message stands in a keyed stream; empty for the other streams."""
-    return message.sample_id if isinstance(message, Partial) else ""
+    if isinstance(message, Partial):
+        return message.of
+    if isinstance(message, Turn):
+        return message.place
+    return message.turn if isinstance(message, Answer) else ""
 
 
 def headers_of(run: str, message: Message) -> dict[str, str]:

@@ -11,6 +11,7 @@ import re
 from typing import Final
 
 from schemas import (
+    Answer,
     Batch,
     Control,
     Dropped,
@@ -21,6 +22,7 @@ from schemas import (
     Rollout,
     Scored,
     StepDone,
+    Turn,
     UserError,
     WeightVersion,
 )
@@ -59,6 +61,8 @@ class Consumer:
 PROMPTS: Final = Stream("prompts")
 PARTIALS: Final = Stream("partials", keyed=True, newest_only=True)
 ROLLOUTS: Final = Stream("rollouts")
+TURNS: Final = Stream("turns", keyed=True)
+ANSWERS: Final = Stream("answers", keyed=True)
 SCORED: Final = Stream("scored")
 BATCHES: Final = Stream("batches")
 WEIGHTS: Final = Stream("weights")
@@ -70,12 +74,14 @@ LEASES: Final = Stream("leases", keyed=True, newest_only=True, expires=True)
 DEAD: Final = Stream("dead", keyed=True)
 
 STREAMS: Final[tuple[Stream, ...]] = (
-    PROMPTS, PARTIALS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, CONTROL, LEASES,
+    PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, CONTROL, LEASES,
     DEAD,
 )  # fmt: skip
 STREAM_OF: Final[dict[type[Message], Stream]] = {
     Prompt: PROMPTS,
     Partial: PARTIALS,
+    Turn: TURNS,
+    Answer: ANSWERS,
     Rollout: ROLLOUTS,
     Scored: SCORED,
     Batch: BATCHES,
@@ -86,9 +92,10 @@ STREAM_OF: Final[dict[type[Message], Stream]] = {
     Control: CONTROL,
 }
 
-ROLLOUT_WORKERS: Final = Consumer("rollout", PROMPTS)
+ROLLOUT_WORKERS: Final = Consumer("rollout", PROMPTS)  # in a run with episodes, the episode workers
+TURN_WORKERS: Final = Consumer("turn", TURNS)
 REWARD_WORKERS: Final = Consumer("reward", ROLLOUTS)
-CONSUMERS: Final[tuple[Consumer, ...]] = (ROLLOUT_WORKERS, REWARD_WORKERS)
+CONSUMERS: Final[tuple[Consumer, ...]] = (ROLLOUT_WORKERS, TURN_WORKERS, REWARD_WORKERS)
 
 DELIVERIES_MAX: Final = 20  # a message that was given out so often and never finished is dead-lettered
 DEDUPE_WINDOW_S: Final = 120.0  # the broker drops a repeated id within it; readers drop repeats for ever
@@ -124,3 +131,8 @@ def subject(run: str, stream: Stream, key: str = "") -> str:
 def beats_subject(run: str) -> str:
     """Where heartbeats and gauges go, over core NATS; they are not part of the log."""
     return f"rs.{run}.beats"
+
+
+def progress_subject(run: str, listener: str) -> str:
+    """Where `listener` is told, over core NATS, of what is being made for it; not part of the log."""
+    return f"rs.{run}.progress.{listener}"

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from bus.port import FROM_HEADER, REASON_HEADER, SEQ_HEADER, WAS_HEADER, Entry
 from bus.table import (
+    ANSWERS,
     BATCHES,
     CONTROL,
     DEAD,
@@ -30,6 +31,7 @@ from bus.table import (
     ROLLOUTS,
     SCORED,
     STEPS,
+    TURNS,
     WEIGHTS,
 )
 from ops.findings import DEAD_LETTERS_MAX, PROMISES, REPLAYED, Check, Report, Rules
@@ -41,11 +43,12 @@ from ops.raw_entries import (
     sample_key,
     segments_in,
 )
+from ops.turn_checks import TurnChecks
 from schemas import Batch, Control, Evaluation, MalformedMessage, Segments, StepDone, WeightVersion
 from schemas.upcast import NewerMessage
 
 READ_ORDER: Final = (
-    CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, ROLLOUTS, SCORED, STEPS, DEAD,
+    CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, STEPS, DEAD,
 )  # fmt: skip
 FLOAT_BYTES: Final = 4
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
@@ -121,7 +124,7 @@ class Auditor:
         self._groups: dict[int, _Group] = {}  # in order of admission
         self._gated: list[int] = []
         self._prompted: set[int] = set()
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[str, _Prefix] = {}  # by the id of the turn or sample that each is of
         self._rolled: set[int] = set()
         self._judged: set[int] = set()
         self._ages: dict[int, Counter[int]] = defaultdict(Counter)  # step -> age -> trained tokens
@@ -129,6 +132,9 @@ class Auditor:
         self._steps = 0
         self._totals: Counter[str] = Counter()
         self._dead_letters: list[str] = []
+        self._turns = TurnChecks(
+            self.checks["I5"], self.checks["log"], self._totals, lambda sample: sample_key(sample) in self._prompted
+        )
         self._take: dict[str, Callable[[Entry], None]] = {
             CONTROL.name: self._control,
             WEIGHTS.name: self._weights,
@@ -137,6 +143,8 @@ class Auditor:
             DROPPED.name: self._drop,
             PROMPTS.name: self._prompt,
             PARTIALS.name: self._partial,
+            TURNS.name: self._turns.turn,
+            ANSWERS.name: self._answer,
             ROLLOUTS.name: self._rollout,
             SCORED.name: self._score,
             STEPS.name: self._step,
@@ -290,10 +298,14 @@ class Auditor:
 
     def _partial(self, entry: Entry) -> None:
         fields, segments, tokens = self._tokens_of(entry)
-        key = sample_key((fields["group_id"], fields["index"]))
         digest = prefix_digest(fields["tokens"], fields["logprobs"], segments, tokens)
-        self._prefixes[key] = _Prefix(entry.time_s, tokens, digest)
+        self._prefixes[entry.key] = _Prefix(entry.time_s, tokens, digest)
         self._totals["partials"] += 1
+
+    def _answer(self, entry: Entry) -> None:
+        fields, segments, _ = self._tokens_of(entry)
+        self._check_prefix(entry.id, entry, fields, segments)
+        self._turns.answer(entry, fields, segments)
 
     def _rollout(self, entry: Entry) -> None:
         fields, segments, _ = self._tokens_of(entry)
@@ -311,9 +323,8 @@ class Auditor:
             self.checks["I5"].fail(
                 f"{named(key)} has tokens of version {min(segments)[0]}, its prompt asks for {group.min_version}"
             )
-        prefix = self._prefixes.get(key)
-        if prefix is not None:
-            self._check_prefix(key, entry, fields, segments, prefix)
+        self._check_prefix(named(key), entry, fields, segments)
+        self._turns.rollout(entry, fields, segments)
         trained = self._key_at.pop(entry.seq, None)
         if trained is not None:
             self.checks["log"].checked += 1
@@ -339,23 +350,22 @@ class Auditor:
                 check.fail(f"{where} has tokens of version {version}, which was not published by then")
         return fields, segments, tokens
 
-    def _check_prefix(
-        self, key: int, entry: Entry, fields: dict[str, Any], segments: Segments, prefix: _Prefix
-    ) -> None:
-        """Whoever finished a sample began with its kept prefix, if that stood there when he got the prompt.
+    def _check_prefix(self, name: str, entry: Entry, fields: dict[str, Any], segments: Segments) -> None:
+        """Whoever finished a sample or a turn began with its kept prefix, if that stood there when he got it.
 
         It may have been stored after that: by a worker that was held to be dead and was only slow. `seconds` tell when
         the prompt came, up to how long it then took to store the rollout.
         """
+        if (prefix := self._prefixes.get(name)) is None:
+            return
         self.checks["I5"].checked += 1
         kept = prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)
         if kept == prefix.digest:
             self._totals["partials continued"] += 1
             self._totals["tokens handed over"] += prefix.tokens
         elif prefix.stored_s + CLOCK_SLACK_S + PUBLISH_DEADLINE_S < entry.time_s - fields.get("seconds", 0.0):
-            self.checks["I5"].fail(
-                f"{named(key)} at rollouts {entry.seq} does not begin with its kept prefix of {prefix.tokens} tokens"
-            )
+            where = f"{name} at {entry.stream.name} {entry.seq}"
+            self.checks["I5"].fail(f"{where} does not begin with its kept prefix of {prefix.tokens} tokens")
         else:
             self._totals["partials overtaken"] += 1
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bus.table import (
+    ANSWERS,
     BATCHES,
     CONTROL,
     DEAD,
@@ -25,6 +26,7 @@ from bus.table import (
     ROLLOUTS,
     SCORED,
     STEPS,
+    TURNS,
     WEIGHTS,
 )
 from bus.weights import sync_folder
@@ -36,7 +38,9 @@ from ops.recording.writer import RecordingWriter
 from schemas import UserError
 
 # What the rest refers to, which is small, before the bulk: a file that was cut off has lost least.
-WRITE_ORDER = (CONTROL, WEIGHTS, EVALUATIONS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, ROLLOUTS)
+WRITE_ORDER = (
+    CONTROL, WEIGHTS, EVALUATIONS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, TURNS, ANSWERS, ROLLOUTS,
+)  # fmt: skip
 
 
 async def main(target: str | None, out: Path | None, with_model: bool) -> int:

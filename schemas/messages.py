@@ -80,8 +80,8 @@ class Prompt(Sample):
 class Partial(Sample):
     """Rollout worker → rollout workers: the newest known prefix of an unfinished sample.
 
-    `tokens` int32[T], `logprobs` float32[T] of the behaviour policy, `segments` cover T. `worker` made it. `turn` is the
-    id of the turn that it is the answer to, empty for a sample that has no turns.
+    `tokens` int32[T], `logprobs` float32[T] of the behaviour policy, `segments` cover T. `worker` made it. `turn` is
+    the id of the turn that it answers, empty for a sample without turns.
     """
 
     TYPE: ClassVar[str] = "partial"

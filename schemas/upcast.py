@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from schemas.errors import MalformedMessage
 from schemas.messages import TYPES, Message
+from schemas.turns import Turn as Turn  # its module registers types
 
 Upcast: TypeAlias = Callable[[dict[Any, Any]], dict[Any, Any]]
 

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from bus.port import StreamInfo
 from bus.table import (
+    ANSWERS,
     BATCHES,
     CONTROL,
     DEAD,
@@ -18,6 +19,7 @@ from bus.table import (
     ROLLOUTS,
     SCORED,
     STEPS,
+    TURNS,
     WEIGHTS,
     Stream,
 )
@@ -25,7 +27,7 @@ from bus.table import (
 # What refers is measured before what it refers to, which can only have grown meanwhile. Drops come after the prompts
 # that are held to the gate, and before those that they may end.
 CUT_ORDER: Final = (
-    EVALUATIONS, STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD,
+    EVALUATIONS, STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, ANSWERS, TURNS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from bus.jetstream import JetStreamBus
 from bus.port import Entry
 from bus.restore import Restorer
 from bus.table import (
+    ANSWERS,
     BATCHES,
     CONTROL,
     DEAD,
@@ -33,6 +34,7 @@ from bus.table import (
     ROLLOUTS,
     SCORED,
     STEPS,
+    TURNS,
     WEIGHTS,
     Consumer,
     Stream,
@@ -49,7 +51,7 @@ from schemas import UserError
 
 # Leases are no record: they end with the seconds that they were taken for. Ties in time are broken in this order.
 REPLAYED: Final = (
-    CONTROL, PROMPTS, PARTIALS, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, EVALUATIONS, DEAD,
+    CONTROL, PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, EVALUATIONS, DEAD,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.memory import MemoryBus
 from bus.port import BusFull, BusUnavailable
-from bus.table import DROPPED, EVALUATIONS, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS
+from bus.table import ANSWERS, DROPPED, EVALUATIONS, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS, TURNS
 from ops.audit import audit_log
 from ops.log_source import RunLog
 from ops.sim.network import SimBus
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 AGAIN_S: Final = 0.1
 FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
 ANYBODY_WRITES: Final = (ROLLOUTS, SCORED, DROPPED, PARTIALS)  # the others' sequences mean something
-WRITTEN: Final = tuple(stream for stream in STREAMS if stream is not EVALUATIONS)  # no evaluator is simulated
+NOT_SIMULATED: Final = (EVALUATIONS, TURNS, ANSWERS)
+WRITTEN: Final = tuple(stream for stream in STREAMS if stream not in NOT_SIMULATED)
 
 
 class Nemesis:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from schemas import (
+    Answer,
     Batch,
     Control,
     Dropped,
@@ -19,6 +20,7 @@ from schemas import (
     Rollout,
     Scored,
     StepDone,
+    Turn,
     WeightVersion,
     encode,
 )
@@ -35,6 +37,15 @@ EXAMPLES: tuple[Message, ...] = (
     Partial(
         group_id=12, index=3, tokens=[5, 6, 7], logprobs=[-0.5, -1.25, 0.0], segments=[(4, 2), (5, 1)],
         worker="rollout-1",
+    ),
+    Turn(
+        group_id=12, index=3, attempt=1, number=2, choice=0, prompt_tokens=[1, 2, 3, 5], max_new_tokens=32,
+        stop=["</answer>"], seed=7, min_version=4, listener="episode-0",
+    ),
+    Answer(
+        group_id=12, index=3, turn="12-3/1-2-0/0123456789abcdef", tokens=[5, 6, 2], logprobs=[-0.5, -1.25, 0.0],
+        segments=[(4, 2), (5, 1)], finish="stop", text="5 ✓", worker="rollout-1", seconds=1.5, resumed=1, stopped="",
+        saved=0, error="",
     ),
     Rollout(
         group_id=12, index=3, group_size=8, prompt="2+3=", task={"answer": "5"}, prompt_tokens=[1, 2, 3],

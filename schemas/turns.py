@@ -1,0 +1,116 @@
+"""What an episode asks of the model and what it is answered, over the log.
+
+Flow: episode worker -Turn-> rollout worker -Answer-> episode worker. A turn's id tells all that it asks for, so an
+episode that runs again and asks the same finds its answer in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from typing import ClassVar
+
+from schemas.base import Sample, covers, register, same_length
+from schemas.errors import MalformedMessage
+from schemas.fields import FloatArray, IntArray, Segments, array, choice, data, integer, number, segments, string
+from schemas.ids import INDEX_MAX, oldest_and_newest, sample_id
+from schemas.messages import Finish
+
+DIGEST_CHARS = 16
+STOPS_MAX = 64
+STOP_CHARS_MAX = 1000
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Turn(Sample):
+    """Episode worker → rollout workers: go on from `prompt_tokens`, on behalf of sample `(group_id, index)`.
+
+    Example: `Turn(group_id=12, index=3, number=1, prompt_tokens=[1, 5, 6, 2, 9], seed=7, min_version=4)`.
+    `number` counts what the episode asked before it, `choice` the answers to one question, `attempt` how often the
+    episode was begun anew with what cannot be repeated. `prompt_tokens` int32[P]. At most `max_new_tokens` are made,
+    0: as many as the recipe allows. The first of the strings `stop` that the answer's text holds ends it. `listener`
+    wants to be told of the tokens while they are made; empty: nobody does. No token comes from a version below
+    `min_version`.
+    """
+
+    TYPE: ClassVar[str] = "turn"
+    attempt: int = integer(0, INDEX_MAX, 0)
+    number: int = integer(0, INDEX_MAX)
+    choice: int = integer(0, INDEX_MAX, 0)
+    prompt_tokens: IntArray = array("<i4")
+    max_new_tokens: int = integer(default=0)
+    stop: list[str] = data(())
+    seed: int = integer()
+    min_version: int = integer()
+    listener: str = string(200, "")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.stop, list) or len(self.stop) > STOPS_MAX or not all(map(_is_stop, self.stop)):
+            raise MalformedMessage(f"turn.stop must be at most {STOPS_MAX} strings of 1 to {STOP_CHARS_MAX} characters")
+
+    @property
+    def place(self) -> str:
+        """Where in the episode it stands: two turns of one place ask something else, the episode went another way."""
+        return f"{self.sample_id}/{self.attempt}-{self.number}-{self.choice}"
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Its place and a digest of what it asks for; computed once, since prompts are long."""
+        asked = hashlib.sha256(self.prompt_tokens.tobytes())
+        asked.update(repr((self.max_new_tokens, self.stop, self.seed)).encode())
+        return f"{self.place}/{asked.hexdigest()[:DIGEST_CHARS]}"
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The version asked for."""
+        return self.min_version, self.min_version
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Answer(Sample):
+    """Rollout worker → episode workers: what the model said to the turn with the id `turn`.
+
+    `tokens` int32[T], `logprobs` float32[T], `segments`, `finish`, `text`, `worker`, `seconds`, `resumed`, `stopped`
+    and `saved` as in `Rollout`. An answer that a string ended has finish `stop`, the string in `stopped`, and its tokens
+    go to the one that completes it; its text ends before it. With an `error` nothing could be generated, such as from a
+    prompt that leaves the model no room, and there are no tokens.
+    """
+
+    TYPE: ClassVar[str] = "answer"
+    turn: str = string(200)
+    tokens: IntArray = array("<i4")
+    logprobs: FloatArray = array("<f4")
+    segments: Segments = segments()
+    finish: Finish = choice("stop", "length")
+    text: str = string()
+    worker: str = string(200, "")
+    seconds: float = number(0.0)
+    resumed: int = integer(default=0)
+    stopped: str = string(STOP_CHARS_MAX, "")
+    saved: int = integer(default=0)
+    error: str = string(4000, "")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.turn.startswith(f"{sample_id(self.group_id, self.index)}/"):
+            raise MalformedMessage(f"answer.turn must be one of the sample {self.sample_id}, not {self.turn[:60]!r}")
+        same_length(self.tokens, self.logprobs, "answer")
+        covers(self.segments, len(self.tokens), "answer.segments")
+
+    @property
+    def id(self) -> str:
+        """The turn's id: a turn has one answer."""
+        return self.turn
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of its tokens."""
+        return oldest_and_newest(self.segments)
+
+
+def _is_stop(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= STOP_CHARS_MAX
