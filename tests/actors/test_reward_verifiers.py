@@ -1,6 +1,5 @@
 """The built-in reward functions."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest
 from actors.reward.verifiers import RewardFunction, Setting, load_builtin
-from schemas import UserError
 
 
 def built_in(name: str, **options: Any) -> RewardFunction:
@@ -107,10 +105,3 @@ async def test_math_verify_runs_in_the_pool() -> None:
     verdict = await pool.score(RewardRequest("s", "p", "$\\sqrt{4}$", "stop", {"answer": "2"}))
     await pool.close()
     assert (verdict.status, verdict.reward) == ("scored", 1.0)
-
-
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is optional; whoever lacks it must read what to install."""
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r"needs the package math-verify.*pip install 'rollstream\[math\]'"):
-        built_in("math_verify")

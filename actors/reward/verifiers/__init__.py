@@ -20,7 +20,12 @@ RewardFunction = Callable[..., Any]
 BUILTINS: dict[str, str] = {
     "exact": "actors.reward.verifiers.exact",
     "numeric": "actors.reward.verifiers.numeric",
+    "choice": "actors.reward.verifiers.choice",
+    "regex": "actors.reward.verifiers.regex",
+    "json_schema": "actors.reward.verifiers.json_schema",
     "math_verify": "actors.reward.verifiers.math",
+    "code": "actors.reward.code",
+    "reasoning_gym": "actors.reward.verifiers.reasoning_gym",
 }
 """By name, the module."""
 

@@ -1,5 +1,6 @@
 """`math_verify`: the reply's final expression is mathematically equal to the answer, by the package math-verify."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from actors.reward.verifiers import RewardFunction, Setting
 from actors.reward.verifiers.extract import AnswerOptions
 from schemas.errors import UserError
+
+_WORD = re.compile(r"[A-Za-z]{2}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,27 @@ def load(options: Options, setting: Setting) -> RewardFunction:
         up on as wrong. `reward.timeout_s` applies, by a kill.
         """
         answer, reply = options.answer(task), options.reply(response)
-        expected = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+        expected = next(filter(None, (parse(form, parsing_timeout=None) for form in forms(answer))), None)
         if not expected:
             raise ValueError(f"math-verify cannot read the answer {answer[:40]!r}")
         if reply is None:
             return 0.0
-        found = parse(reply, parsing_timeout=None)
-        if not found and options.extract != "whole":  # what stood in a box has lost what marked it as LaTeX
-            found = parse(f"${reply}$", parsing_timeout=None)
+        readings = [reply] if options.extract == "whole" else forms(reply)
+        found: Any = next(filter(None, (parse(form, parsing_timeout=None) for form in readings)), [])
         return float(
             verify(expected, found, float_rounding=options.decimals, strict=options.strict, timeout_seconds=None)
         )
 
     return math_verify
+
+
+def forms(bare: str) -> list[str]:
+    """The ways to read an expression that stands by itself, the likelier one first.
+
+    Without a `$` around it math-verify takes LaTeX for plain text, and of `(1, 2)` the last number
+    alone.
+    """
+    if any(mark in bare for mark in ("$", "\\boxed", "\\(", "\\[")):
+        return [bare]
+    plain = _WORD.search(bare) and "\\" not in bare
+    return [bare, f"${bare}$"] if plain else [f"${bare}$", bare]
