@@ -88,8 +88,8 @@ def accepted_keywords(spec: str, function: Callable[..., Any], options: Mapping[
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     """The reward and its named parts in what a function returned: a number, or a dict of numbers with a `reward`.
 
-    Process rewards in the dict are left out, see `steps`. Raises `ValueError`, in words for the verdict's detail, for
-    anything else, and for what is not finite.
+    Process rewards in the dict are left out, see `steps`, and so is text under `detail`, which is for people. Raises
+    `ValueError`, in words for the verdict's detail, for anything else, and for what is not finite.
     """
     if not isinstance(value, Mapping):
         return read_number("the reward", value), {}
@@ -100,7 +100,7 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     parts = {
         str(name)[:80]: read_number(f"the part {str(name)[:80]!r}", part)
         for name, part in value.items()
-        if name not in PROCESS_REWARDS
+        if name not in PROCESS_REWARDS and not (name == "detail" and isinstance(part, str))
     }
     return parts.pop("reward"), parts
 
@@ -120,7 +120,9 @@ def answer(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
         return {"status": "invalid", "detail": str(error)[:DETAIL_CHARS_MAX], "seconds": seconds}
     except Exception as error:  # the value is an object of the user's
         return {"status": "invalid", "detail": _last_line(error), "seconds": seconds}
-    scored = {"status": "scored", "reward": reward, "parts": parts, "detail": "", "seconds": seconds}
+    detail = value.get("detail") if isinstance(value, Mapping) else None
+    detail = detail[:DETAIL_CHARS_MAX] if isinstance(detail, str) else ""
+    scored = {"status": "scored", "reward": reward, "parts": parts, "detail": detail, "seconds": seconds}
     return scored | ({"token_rewards": tokens} if tokens is not None else {"steps": steps} if steps else {})
 
 

@@ -52,7 +52,7 @@ class Verdict:
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for logging; all finite."""
     detail: str = ""
-    """One short line for people: what went wrong. Empty if nothing did."""
+    """One short line for people: what went wrong, or what a function told beside its reward."""
     seconds: float = 0.0
     """Wall seconds that the last attempt's call took."""
     attempts: int = 1

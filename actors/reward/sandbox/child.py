@@ -57,6 +57,7 @@ class Child:
             "processes": limits.processes,
             "file_bytes": limits.file_bytes,
             "output_bytes": limits.output_bytes,
+            "files": limits.files,
         }
         body, nonce = json.dumps(request).encode(), secrets.token_bytes(16)
         deadline = begin + limits.time_s + GRACE_S

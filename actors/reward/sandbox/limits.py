@@ -17,7 +17,7 @@ class Limits:
     """Wall seconds, counted from the program's own start. CPU time of each process is limited to a second more."""
     memory_bytes: int = 512 << 20
     """Address space of each process, and resident memory of all of them together."""
-    processes: int = 32
+    processes: int = 16
     """Processes and threads at one time."""
     file_bytes: int = 8 << 20
     """Size of a file; all files in /tmp together may have `tmp_bytes`."""
@@ -25,6 +25,8 @@ class Limits:
     """Of stdout, of stderr, and of a returned value: each of them."""
     tmp_bytes: int = 16 << 20
     """Size of /tmp, which is memory; fixed when a sandbox starts."""
+    files: int = 1024
+    """Files and folders in /tmp."""
 
     def __post_init__(self) -> None:
         if bad := [name for name in self.__slots__ if not getattr(self, name) > 0]:
@@ -48,7 +50,8 @@ class Result:
     """What came of one run. All text is the program's and may be anything.
 
     `ok`: it ended with exit status 0. `failed`: it raised, exited otherwise, or was killed by a signal.
-    `compile_error`: it is no Python. `timeout`, `memory`, `output`: it went over that limit. `forbidden`: it made a
+    `compile_error`: it is no Python. `timeout`, `memory`, `output`: it went over that limit, of which
+    `output` is that of files, too. `forbidden`: it made a
     system call that no such program needs, see `seccomp`.
 
     Example: `Result("ok", "5\\n", "", seconds=0.004)`.

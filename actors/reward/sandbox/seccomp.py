@@ -12,7 +12,7 @@ from schemas.errors import UserError
 
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_ENOSYS = 38
+_EPERM, _ENOSYS = 1, 38
 _NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data, little-endian
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
@@ -23,18 +23,24 @@ FORBIDDEN = {
     "clock_adjtime": (305, 266), "clock_settime": (227, 112), "delete_module": (176, 106),
     "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272),
-    "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429),
-    "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "open_tree": (428, 428), "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438),
-    "pivot_root": (155, 41), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117),
-    "quotactl": (179, 60), "reboot": (169, 142), "request_key": (249, 218), "semget": (64, 190),
-    "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268), "settimeofday": (164, 170),
-    "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224),
-    "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
-    "vhangup": (153, 58),
+    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272), "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104), "keyctl": (250, 219), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "migrate_pages": (256, 238), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429),
+    "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "open_tree": (428, 428), "perf_event_open": (298, 241), "personality": (135, 92),
+    "pidfd_getfd": (438, 438), "pivot_root": (155, 41), "process_madvise": (440, 440), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60), "reboot": (169, 142),
+    "request_key": (249, 218), "semget": (64, 190), "setdomainname": (171, 162), "sethostname": (170, 161),
+    "setns": (308, 268), "settimeofday": (164, 170), "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198),
+    "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97),
+    "userfaultfd": (323, 282), "vhangup": (153, 58),
 }  # fmt: skip
+REFUSED = {
+    "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "setpriority": (141, 140),
+}  # fmt: skip
+"""Fails with EPERM. A process may call them on others of its user: a program could starve its supervisor."""
+_PRLIMIT = (302, 261)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -60,7 +66,14 @@ def bpf(machine: str | None = None) -> bytes:
     ]
     for numbers in FORBIDDEN.values():
         body += [_instruction(_JUMP_EQUAL, numbers[column], 0, 1), *kill]
+    for numbers in REFUSED.values():
+        body += [_instruction(_JUMP_EQUAL, numbers[column], 0, 1), _instruction(_RETURN, _ERRNO | _EPERM)]
     body += [
+        _instruction(_JUMP_EQUAL, _PRLIMIT[column], 0, 4),  # of other processes, such as the supervisor
+        _instruction(_LOAD, _ARG0),
+        _instruction(_JUMP_EQUAL, 0, 1, 0),
+        *kill,
+        _instruction(_RETURN, _ALLOW),
         # its flags lie in memory, where no filter looks: the C library then uses clone, whose flags are looked at
         _instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1),
         _instruction(_RETURN, _ERRNO | _ENOSYS),

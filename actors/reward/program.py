@@ -1,0 +1,35 @@
+"""Finds the program in a reply."""
+
+import re
+from typing import Literal, TypeAlias
+
+Where: TypeAlias = Literal["fenced", "whole"]
+
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)$")
+_PYTHON = {"python", "py", "python3", "py3"}
+
+
+def find_program(reply: str, where: Where = "fenced") -> str | None:
+    """The last fenced block that is marked as Python, or else the last one of all; None if there is none.
+
+    A fence that is not closed is no block: the reply was cut. With `whole` the reply itself is the program.
+    """
+    if where == "whole":
+        return reply
+    last: str | None = None
+    last_python: str | None = None
+    fence = language = ""
+    body: list[str] = []
+    for line in reply.split("\n"):
+        match = _FENCE.match(line.rstrip("\r"))
+        if not fence:
+            if match:
+                fence, language, body = match[1], match[2].split()[0].lower() if match[2].split() else "", []
+        elif match and match[1].startswith(fence) and not match[2].strip():
+            last = "\n".join(body)
+            if language in _PYTHON:
+                last_python = last
+            fence = ""
+        else:
+            body.append(line)
+    return last if last_python is None else last_python
