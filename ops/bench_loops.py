@@ -66,7 +66,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     datasets: Any = importlib.import_module("datasets")
     trainer, rollout, group = recipe.trainer, recipe.rollout, recipe.controller.group_size
     torch.set_num_threads(trainer.threads)
-    data = load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    data = load_dataset(recipe.data, recipe.base, seed=recipe.seed)
     rows = [data.row(k) for k in range(recipe.controller.batch_groups * recipe.steps)]
     tokenizer = AutoTokenizer.from_pretrained(model)
     function, _ = load(recipe.reward.function, recipe.reward.options, Setting(recipe.base, recipe.reward.timeout_s))

@@ -32,8 +32,9 @@ def held_out(recipe: Recipe, model: str) -> HeldOut:
     from ops.datasets import FileRows, load_dataset
     from ops.text import HfTokenizer
 
-    data = load_dataset(eval_set(recipe), recipe.base, seed=recipe.seed, shuffle=False, held_out=True)
-    tokenizer = HfTokenizer(model)
+    tokenizer = HfTokenizer(model, recipe.data.template_options)
+    count_tokens = tokenizer.count if recipe.data.max_prompt_tokens is not None else None
+    data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=True, count_tokens=count_tokens)
     # A file ends; asked for more, it would begin again and count its first rows twice.
     count = min(recipe.evaluation.count, len(data) if isinstance(data, FileRows) else recipe.evaluation.count)
     problems = []

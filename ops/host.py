@@ -232,7 +232,7 @@ async def _watch_end(bus: Bus, steps: int, over: asyncio.Event) -> None:
 
 
 class _Lazy:
-    """An actor that is built inside its own task, off the event loop, since models take seconds to load."""
+    """An actor that is built inside its own task, off the event loop: models and large data take seconds to load."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -253,11 +253,16 @@ def _actor(role: Role) -> Callable[[Bus, Recipe, ProcessSpec, str], Any]:
 
 
 def _controller(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
-    from actors.controller.actor import Controller
-    from ops.datasets import load_dataset
+    def build() -> Any:
+        from actors.controller.actor import Controller
+        from ops.datasets import load_dataset
+        from ops.text import prompt_counter
 
-    data = load_dataset(recipe.data.train, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    return Controller(bus, recipe.controller, recipe.steps, recipe.seed, data.row, name)
+        count = prompt_counter(recipe.data, lambda: initial_model(spec.folder))
+        data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, count_tokens=count)
+        return Controller(bus, recipe.controller, recipe.steps, recipe.seed, data.row, name)
+
+    return _Lazy(build)
 
 
 def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
@@ -290,7 +295,7 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
 
         path = str(initial_model(spec.folder))
         engine = _engine(path, recipe.rollout)
-        tokenizer = HfTokenizer(path)
+        tokenizer = HfTokenizer(path, recipe.data.template_options)
         stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
         weights = reader_of(bus, recipe, spec.folder)
         early = _early_stop(recipe, tokenizer.decode)

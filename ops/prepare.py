@@ -12,11 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ops.host import initial_model, replace_folder
 from ops.recipe import Recipe
 from schemas import UserError
+
+if TYPE_CHECKING:
+    from ops.text import HfTokenizer
 
 PROGRESS_EVERY_S = 5.0
 
@@ -33,14 +36,16 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes bars in the midst of ours
 
     source = prepare_model(recipe.model, recipe.base, folder / "made", recipe.seed)
+    tokenizer = tokenizer_of(recipe, source)
+    check_prompts(recipe, tokenizer)
     if recipe.trainer.lora is not None:
         _check_targets(source, recipe.trainer.lora.targets)
     aside = final.with_name(f".{final.name}-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     if recipe.sft is not None:
-        _warm_start(recipe, source, aside)
+        _warm_start(recipe, source, tokenizer, aside)
     else:
-        _copy(source, aside)
+        _copy(source, tokenizer, aside)
     replace_folder(aside, final)
     return final
 
@@ -70,27 +75,52 @@ def _load(source: str) -> Any:
         ) from error
 
 
-def _copy(source: str, aside: Path) -> None:
+def tokenizer_of(recipe: Recipe, source: str) -> HfTokenizer:
+    """The tokenizer of the model at `source`, with the recipe's chat template. Raises `UserError`."""
     from ops.text import HfTokenizer
 
+    template = None
+    if recipe.data.chat_template is not None:
+        path = recipe.base / Path(recipe.data.chat_template).expanduser()
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"The chat template {path} cannot be read: {error}.", "data.chat_template names a Jinja file."
+            ) from None
+    return HfTokenizer(source, recipe.data.template_options, template)
+
+
+def check_prompts(recipe: Recipe, tokenizer: HfTokenizer) -> None:
+    """That the model's tokenizer takes the data's prompts, before minutes are spent on a warm start.
+
+    The first prompt; all of them where their length is bounded. Raises `UserError`.
+    """
+    from ops.datasets import load_dataset
+
+    count = tokenizer.count if recipe.data.max_prompt_tokens is not None else None
+    for held_out in (False, True) if recipe.data.eval is not None else (False,):
+        data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=held_out, count_tokens=count)
+        tokenizer.encode_prompt(data.row(0)["prompt"])
+
+
+def _copy(source: str, tokenizer: HfTokenizer, aside: Path) -> None:
     model = _load(source)
     model.save_pretrained(aside)
-    HfTokenizer(source).save(aside)
+    tokenizer.save(aside)
 
 
-def _warm_start(recipe: Recipe, source: str, aside: Path) -> None:
+def _warm_start(recipe: Recipe, source: str, tokenizer: HfTokenizer, aside: Path) -> None:
     import torch
 
     from actors.functions import load_function
     from actors.trainer.config import SftConfig
     from actors.trainer.sft import train_sft
-    from ops.text import HfTokenizer
 
     assert recipe.sft is not None
     torch.set_num_threads(recipe.trainer.threads)
     demonstration = load_function(recipe.sft.examples, recipe.base)
     config = SftConfig(**recipe.sft.model_dump(exclude={"examples"}))
-    tokenizer = HfTokenizer(source)
     end = tokenizer.eos_token_id
     model = _load(source)
 

@@ -21,14 +21,14 @@ from actors.reward.config import RewardConfig
 from actors.rollout.config import RolloutConfig
 from actors.trainer.config import SftConfig, TrainerConfig
 from actors.trainer.presets import CONTROLLER, chosen_anew
-from ops.datasets import DataConfig
+from ops.datasets import DataConfig, fitting_reward, names_files, split_of
 from ops.metrics.config import MetricsConfig
 from ops.models import ModelConfig
 from schemas import Config, UserError
 
 T = TypeVar("T", bound=BaseModel)
 
-DATA_FILES = (".jsonl", ".parquet")
+DATA_KEYS = ("data.train", "data.eval")
 ALGORITHM = "trainer.algorithm"
 NAME_CHARS_MAX = 47  # a run is named <name>-<yyyymmdd>-<hhmmss>, and a run name has at most 63 characters
 
@@ -109,6 +109,16 @@ class Recipe(Config):
         controller = fields.get("controller", {})
         return fields | {"controller": asked | controller} if asked and isinstance(controller, dict) else fields
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_of_the_data(cls, fields: Any) -> Any:
+        """A recipe that names the shape of its rows but no reward function gets the one that fits them."""
+        if not isinstance(fields, dict) or not isinstance(fields.get("data"), dict):
+            return fields
+        reward = fields.get("reward", {})
+        fitting = fitting_reward(fields["data"])
+        return fields | {"reward": {"function": fitting} | reward} if fitting and isinstance(reward, dict) else fields
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         for problem in _contradictions(self):
@@ -154,8 +164,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     fields["base"] = str(path.resolve().parent)
     recipe = _validated(Recipe, fields, source, overridden)
     for key, named in _leaves(recipe.model_dump()):
-        if isinstance(named, str) and (".py:" in named or (key.startswith("data.") and named.endswith(DATA_FILES))):
+        if isinstance(named, str) and ".py:" in named:
             _check_file(recipe.base, source, key, named)
+        elif isinstance(named, str) and key in DATA_KEYS and names_files(named):
+            _check_file(recipe.base, source, key, split_of(named)[0])
     return recipe
 
 
@@ -234,7 +246,7 @@ def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _check_file(base: Path, source: str, key: str, named: str) -> None:
     """That a file is there is known at once; the function in it is looked for when it is imported."""
     file = base / Path(named.partition(".py:")[0] + ".py" if ".py:" in named else named).expanduser()
-    if not file.is_file():
+    if not file.is_file() and not (key in DATA_KEYS and file.is_dir()):
         raise UserError(f"{source}: {key} names {named}, but there is no file {file}.", _near_files(file))
 
 
@@ -356,7 +368,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"trainer.minibatches {trainer.minibatches} of a batch of {recipe.batch_samples} samples: some would be "
             "empty => Lower trainer.minibatches."
         )
-    if recipe.evaluation.count and recipe.data.eval is None and recipe.data.train.endswith(DATA_FILES):
+    if recipe.evaluation.count and recipe.data.eval is None and names_files(recipe.data.train):
         yield (
             f"evaluation.count {recipe.evaluation.count} without data.eval: it would be done on the rows of "
             f"{recipe.data.train}, which are trained on "

@@ -28,7 +28,7 @@ from actors.reward.verifiers import Setting
 from bus.weights import WeightStore, WeightWriter
 from ops.datasets import Dataset, load_dataset
 from ops.recipe import Recipe
-from ops.text import HfTokenizer
+from ops.text import HfTokenizer, prompt_counter
 from schemas import WeightVersion, sample_id
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ class Sampler:
         rollout = recipe.rollout
         self._recipe = recipe
         self._decoder = decoder
-        self._tokenizer = HfTokenizer(str(initial))
-        spec = (recipe.data.eval or recipe.data.train) if held_out else recipe.data.train
+        self._tokenizer = HfTokenizer(str(initial), recipe.data.template_options)
+        count = prompt_counter(recipe.data, lambda: initial)
         self._data: Dataset = load_dataset(
-            spec, recipe.base, seed=recipe.seed, shuffle=recipe.data.shuffle and not held_out, held_out=held_out
+            recipe.data, recipe.base, seed=recipe.seed, held_out=held_out, count_tokens=count
         )
         self._reward, self._keywords = load(
             recipe.reward.function, recipe.reward.options, Setting(recipe.base, recipe.reward.timeout_s)

@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schemas import UserError
+
+if TYPE_CHECKING:
+    from ops.datasets import DataConfig
 
 
 class HfTokenizer:
     """A Hugging Face tokenizer as a rollout worker needs it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, template_options: Mapping[str, Any] | None = None, template: str | None = None
+    ) -> None:
+        """`template_options` go to the chat template; `template` is one to use in place of the tokenizer's own."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         self._path = path
+        self._template_options = dict(template_options or {})
+        if template is not None:
+            self._tokenizer.chat_template = template
 
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a text as it stands, or of chat messages by the model's chat template, ready for the answer.
 
-        Raises `UserError` if there are chat messages and the tokenizer has no template for them.
+        Raises `UserError` if there are chat messages and the tokenizer has no template for them, or it refuses them.
         """
         if isinstance(prompt, str):
             return tuple(self._tokenizer(prompt)["input_ids"])
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"The data holds chat messages, but the tokenizer of {self._path} has no chat template.",
-                "Use a chat model, or let the data's `prompt` be text.",
+                "Use a chat model, name a template in data.chat_template, or let the data's `prompt` be text: "
+                "data.chat false, no data.system.",
             )
-        return tuple(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        try:
+            tokens = self._tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=False, **self._template_options
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise UserError(
+                f"The chat template of {self._path} fails: {' '.join(str(error).split())}.",
+                "Correct the messages, data.template_options or data.chat_template.",
+            ) from error
+        return tuple(tokens)
+
+    def count(self, prompt: Any) -> int:
+        """Tokens of a prompt, as `encode_prompt` gives them."""
+        return len(self.encode_prompt(prompt))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text, without special tokens."""
@@ -87,6 +115,13 @@ class HfTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"The tokenizer of {self._path} has no end-of-sequence token.", "Set its eos_token.")
         return int(self._tokenizer.eos_token_id)
+
+
+def prompt_counter(data: DataConfig, folder: Callable[[], Path]) -> Callable[[Any], int] | None:
+    """What counts a prompt's tokens with the tokenizer in a folder, if the recipe bounds them."""
+    if data.max_prompt_tokens is None:
+        return None
+    return HfTokenizer(str(folder()), data.template_options).count
 
 
 def decoder_of(folder: Callable[[], Path]) -> Callable[[], Callable[[Sequence[int]], str]]:

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from ops.datasets import load_dataset
+from ops.datasets import DataConfig, Dataset
+from ops.datasets import load_dataset as load
 from schemas import UserError
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(17)]
+
+
+def load_dataset(spec: str, base: Path, *, shuffle: bool = True, seed: int = 0, held_out: bool = False) -> Dataset:
+    return load(DataConfig(train=spec, shuffle=shuffle), base, seed=seed, held_out=held_out)
 
 
 def jsonl(folder: Path, rows: list[Any]) -> str:
@@ -92,7 +97,7 @@ def test_a_bad_row_is_named_by_file_line_and_what_is_wrong(tmp_path: Path, row: 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     """A file cut short by a full disk ends in half an object."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"')
-    with pytest.raises(UserError, match=r"data\.jsonl, line 3: this is no JSON"):
+    with pytest.raises(UserError, match=r"data\.jsonl, line 3: the last line is cut short"):
         load_dataset("data.jsonl", tmp_path)
 
 
@@ -123,7 +128,7 @@ def test_a_bad_row_of_a_function_is_named_by_its_draw(tmp_path: Path) -> None:
         ("none.jsonl", r"The data file .*none\.jsonl does not exist"),
         ("empty.jsonl", r"empty\.jsonl has no rows"),
         ("broken.parquet", r"broken\.parquet cannot be read as Parquet"),
-        ("data.csv", r"neither a \.jsonl or \.parquet file nor a function"),
+        ("data.csv", r"neither a folder, nor a file that ends with \.jsonl, .*, nor a function"),
         ("task.py:problem", r"there is no file .*task\.py"),
     ],
 )
