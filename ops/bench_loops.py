@@ -57,7 +57,7 @@ def trl(recipe: Recipe, model: Path, folder: Path) -> Marks:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-    from actors.reward.child import load
+    from actors.reward.load import load
     from actors.reward.verifiers import Setting
     from actors.trainer.optimizer import schedule
     from ops.datasets import load_dataset

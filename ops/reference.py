@@ -22,7 +22,8 @@ import numpy as np
 
 from actors.controller.actor import sample_seed
 from actors.controller.groups import EQUAL_REWARDS
-from actors.reward.child import load, read_reward
+from actors.reward.load import load
+from actors.reward.read import read_reward
 from actors.reward.verdict import RewardRequest
 from actors.reward.verifiers import Setting
 from bus.weights import WeightStore, WeightWriter

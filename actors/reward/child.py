@@ -13,18 +13,15 @@ and 1 is the same as 2, so that neither a `print` nor a grandchild can touch the
 
 import contextlib
 import ctypes
-import inspect
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, BinaryIO
 
-from actors.functions import load_function
 from actors.reward.frames import (
     DETAIL_CHARS_MAX,
     REPLY_BYTES_MAX,
@@ -34,75 +31,14 @@ from actors.reward.frames import (
     read_frame,
     unpack,
 )
-from actors.reward.steps import PROCESS_REWARDS, read_number, read_process_rewards
-from actors.reward.verifiers import BUILTINS, Setting, load_builtin
-from actors.reward.verifiers.options import near
+from actors.reward.load import load
+from actors.reward.read import read_reward
+from actors.reward.steps import read_process_rewards
+from actors.reward.verifiers import Setting
 from schemas.errors import UserError
 
-KEYWORDS = ("prompt", "response", "task", "finish", "sample_id", "tokens")
-"""What a function may ask for, by the names of its parameters."""
-PARTS_MAX = 64
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def load(spec: str, options: Mapping[str, Any], setting: Setting) -> tuple[Callable[..., Any], list[str]]:
-    """The reward function that `spec` names, given its options, and the keywords that it takes. Raises `UserError`."""
-    if spec in BUILTINS:
-        function = load_builtin(spec, options, setting)
-        return function, accepted_keywords(spec, function, {})
-    function = load_function(spec, setting.base, builtins=BUILTINS)
-    keywords = accepted_keywords(spec, function, options)
-    return (partial(function, **options) if options else function), keywords
-
-
-def accepted_keywords(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
-    """Those of `KEYWORDS` that `function` takes.
-
-    Raises `UserError` if it cannot be called with them and the options alone, or does not take an option.
-    """
-    remedy = f"Define it as a plain function of any of: {', '.join(KEYWORDS)}."
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise UserError(f"The reward function '{spec}' is asynchronous.", remedy)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The reward function '{spec}' does not tell its parameters: {error}.", remedy) from error
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    free = [p.name for p in named if p.name not in KEYWORDS and p.kind is not p.POSITIONAL_ONLY]
-    for name in options:
-        if name in KEYWORDS or not (anything or name in free):
-            message = f"The reward function '{spec}' does not take the option {name}."
-            taken = near(name, free).replace("It has", "Of its parameters, options may be")
-            raise UserError(message, "What rewards are given is no option." if name in KEYWORDS else taken)
-    if anything:
-        return list(KEYWORDS)
-    for p in named:
-        given = p.name in KEYWORDS or p.name in options
-        if p.default is p.empty and (not given or p.kind is p.POSITIONAL_ONLY):
-            raise UserError(f"The reward function '{spec}' wants '{p.name}', which rewards are not given.", remedy)
-    return [p.name for p in named if p.name in KEYWORDS]
-
-
-def read_reward(value: Any) -> tuple[float, dict[str, float]]:
-    """The reward and its named parts in what a function returned: a number, or a dict of numbers with a `reward`.
-
-    Process rewards in the dict are left out, see `steps`, and so is text under `detail`, which is for people. Raises
-    `ValueError`, in words for the verdict's detail, for anything else, and for what is not finite.
-    """
-    if not isinstance(value, Mapping):
-        return read_number("the reward", value), {}
-    if "reward" not in value:
-        raise ValueError(f"the returned dict has no 'reward', only {list(value)[:8]}")
-    if len(value) > PARTS_MAX:
-        raise ValueError(f"the returned dict has {len(value)} entries, more than {PARTS_MAX}")
-    parts = {
-        str(name)[:80]: read_number(f"the part {str(name)[:80]!r}", part)
-        for name, part in value.items()
-        if name not in PROCESS_REWARDS and not (name == "detail" and isinstance(part, str))
-    }
-    return parts.pop("reward"), parts
 
 
 def answer(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
