@@ -24,6 +24,7 @@ BUILTINS: dict[str, str] = {
     "regex": "actors.reward.verifiers.regex",
     "json_schema": "actors.reward.verifiers.json_schema",
     "math_verify": "actors.reward.verifiers.math",
+    "composite": "actors.reward.verifiers.composite",
     "code": "actors.reward.code",
     "reasoning_gym": "actors.reward.verifiers.reasoning_gym",
 }
