@@ -12,7 +12,6 @@ import os
 import queue
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ NOBODY = 65534
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _TMPFS_BYTES_SMALL = 65536
+_STAGES = (Path("/mnt"), Path("/media"), Path("/srv"))
 
 
 def find_bwrap() -> str:
@@ -51,7 +51,6 @@ class Launcher:
         self._bwrap = find_bwrap()
         self._filter = bpf()
         self._runtime = find_runtime()
-        self._stage: Path | None = None
         self._user: dict[str, object] = {}
         self._command: list[str] = []
         self._thread.start()
@@ -66,11 +65,6 @@ class Launcher:
         """End the thread, and with it all that it has started. The orders before are carried out."""
         self._orders.put(None)
         self._thread.join(30)
-        if self._stage is not None:
-            with contextlib.suppress(OSError):
-                for place in self._stage.iterdir():
-                    place.rmdir() if place.is_dir() else place.unlink()
-                self._stage.rmdir()
 
     def _work(self) -> None:
         error: BaseException | None = None
@@ -113,24 +107,25 @@ class Launcher:
         if os.geteuid() != 0 or not _maps(NOBODY):
             return trees
         self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-        unseen = [tree for tree in trees if not seen_by_others(tree)]
-        if not unseen:
+        if all(map(seen_by_others, trees)):
             return trees
-        self._stage = stage = Path(tempfile.mkdtemp(prefix="rollstream-sandbox-"))
-        stage.chmod(0o755)
         try:
-            _call("unshare", _CLONE_NEWNS)  # of this thread alone
+            _call("unshare", _CLONE_NEWNS)  # of this thread alone: what is mounted below, nobody else sees
             _mount("none", Path("/"), _MS_REC | _MS_PRIVATE)
-            for number, tree in enumerate(unseen):
+            opened = {tree: os.open(tree, os.O_PATH) for tree in trees}
+            stage = next(path for path in _STAGES if path.is_dir())
+            _mount("tmpfs", stage, 0, "tmpfs")
+            for number, (tree, fd) in enumerate(opened.items()):
                 place = stage / str(number)
                 place.mkdir() if tree.is_dir() else place.touch()
-                _mount(str(tree), place, _MS_BIND | _MS_REC)
+                _mount(f"/proc/self/fd/{fd}", place, _MS_BIND | _MS_REC)
+                os.close(fd)
                 trees[tree] = place
             if not all(map(seen_by_others, trees.values())):
-                raise PermissionError(f"{unseen[0]} is readable by root alone")
-        except OSError as error:
+                raise PermissionError("root alone may read it")
+        except (OSError, StopIteration) as error:
             raise UserError(
-                f"The sandbox runs code as an unprivileged user, who cannot read {unseen[0]}: {error}.",
+                f"The sandbox runs code as an unprivileged user, who cannot read {self._runtime.interpreter}: {error}.",
                 "Use a Python that is installed for all users, or do not run as root.",
             ) from error
         return trees
@@ -181,8 +176,8 @@ def _maps(uid: int) -> bool:
     return False
 
 
-def _mount(source: str, target: Path, flags: int) -> None:
-    _call("mount", source.encode(), str(target).encode(), None, flags, None)
+def _mount(source: str, target: Path, flags: int, kind: str | None = None) -> None:
+    _call("mount", source.encode(), str(target).encode(), kind and kind.encode(), flags, None)
 
 
 def _call(name: str, *arguments: object) -> None:
