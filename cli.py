@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from ops.commands.bench import bench
+from ops.commands.data import data
 from ops.commands.export import export
 from ops.commands.metrics import metrics
 from ops.commands.options import (
@@ -186,6 +187,7 @@ app.command()(trace)
 app.command()(diff)
 app.command()(metrics)
 app.command()(export)
+app.command()(data)
 
 
 @app.command("eval")

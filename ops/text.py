@@ -69,6 +69,10 @@ class HfTokenizer:
         """The text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included: what the model sees."""
+        return self._decoded(tokens)
+
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text that each token adds where it stands; joined they are the decoded text, special tokens included.
 
