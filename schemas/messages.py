@@ -390,11 +390,14 @@ class Evaluation(Message):
 class Control(Message):
     """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join.
 
-    `scale` carries `workers`, how many of each role shall run beside the launcher: `{"rollout": 3}`.
+    `scale` carries `workers`, how many of each role shall run beside the launcher: `{"rollout": 3}`. `reload` has reward
+    workers read the file of the reward function anew.
     """
 
     TYPE: ClassVar[str] = "control"
-    action: Literal["start", "pause", "resume", "stop", "scale"] = choice("start", "pause", "resume", "stop", "scale")
+    action: Literal["start", "pause", "resume", "stop", "scale", "reload"] = choice(
+        "start", "pause", "resume", "stop", "scale", "reload"
+    )
     nonce: str = string(100)
     recipe: str = string(default="")
     detail: str = string(4000, "")
