@@ -181,6 +181,7 @@ class Scored(Sample):
     `token_rewards` float32[T] are process rewards, earned beside `reward`: that of a step at its last token. Those last
     tokens are `step_ends` int32[K], ascending; empty if each token is rewarded by itself. Both are empty without.
     `segments` cover all T tokens of the rollout, of which `observations` are not the model's own.
+    `reward_digest` tells which state of the function gave the verdict: that of its source files and options.
     """
 
     TYPE: ClassVar[str] = "scored"
@@ -197,6 +198,7 @@ class Scored(Sample):
     worker: str = string(200, "")
     token_rewards: FloatArray = array("<f4", ())
     step_ends: IntArray = array("<i4", ())
+    reward_digest: str = string(100, "")
     observations: IntArray = array("<i4", ())
 
     def __post_init__(self) -> None:
@@ -390,8 +392,8 @@ class Evaluation(Message):
 class Control(Message):
     """CLI → everybody. `start` carries the resolved recipe as YAML, so that a node needs only the bus to join.
 
-    `scale` carries `workers`, how many of each role shall run beside the launcher: `{"rollout": 3}`. `reload` has reward
-    workers read the file of the reward function anew.
+    `scale` carries `workers`, how many of each role shall run beside the launcher: `{"rollout": 3}`. `reload` has
+    reward workers read the file of the reward function anew.
     """
 
     TYPE: ClassVar[str] = "control"
