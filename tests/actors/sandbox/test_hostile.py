@@ -1,0 +1,170 @@
+"""Whatever a program does, it does not pass, does not get out, does not hang, and leaves nothing behind.
+
+A grader that can be fooled is found by the model within hours: then the reward rises and nothing is learnt.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.reward.config import RewardConfig
+from actors.reward.pool import RewardPool
+from actors.reward.verdict import RewardRequest, Verdict
+from tests.actors.sandbox.hostile_escapes import ESCAPES
+from tests.actors.sandbox.hostile_programs import HOSTILE
+
+PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES)}
+TEST_TIME_S = 0.7
+CHILDREN = 2
+FIND = """import re as _re
+def find(text):
+    match = _re.search('secret-[0-9a-f]{32}', str(text))
+    return match and match[0]
+"""
+GROWTH_BYTES_MAX = 12 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """What there is to get at, outside of the sandbox."""
+
+    secret: str
+    path: Path
+    mark: Path
+    port: int
+    victim: subprocess.Popen[bytes]
+    knocks: list[str]
+    """Who came to the port."""
+
+    def fill(self, source: str) -> str:
+        places = {"path": self.path, "port": self.port, "pid": self.victim.pid, "mark": self.mark}
+        for name, value in places.items():
+            source = source.replace(f"<{name}>", str(value))
+        return source
+
+
+@pytest.fixture
+async def host(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
+    """Everything in it is open to all users of this machine: what keeps programs out is the sandbox alone."""
+    secret = f"secret-{secrets.token_hex(16)}"
+    monkeypatch.setenv("ROLLSTREAM_SECRET", secret)
+    knocks: list[str] = []
+
+    async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        knocks.append(str(writer.get_extra_info("peername")))
+        writer.write(secret.encode())
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(tell, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    path = Path("/var/tmp") / f"rollstream-{secret[-8:]}"
+    path.write_text(secret)
+    path.chmod(0o666)
+    mark = path.with_suffix(".mark")
+    victim = subprocess.Popen(["sleep", "300"])  # noqa: ASYNC220  # takes a millisecond
+    try:
+        yield Host(secret, path, mark, port, victim, knocks)
+    finally:
+        victim.kill()
+        victim.wait(10)
+        path.unlink()
+        mark.unlink(missing_ok=True)
+        server.close()
+        await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def pool_of(score: str = "fraction", test_time_s: float = TEST_TIME_S) -> AsyncIterator[RewardPool]:
+    config = RewardConfig(
+        function="code",
+        options={"score": score, "test_time_s": test_time_s, "memory_mb": 256},
+        children=CHILDREN,
+        retries=0,
+    )
+    pool = RewardPool(config)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def asked(host: Host, name: str) -> RewardRequest:
+    source = host.fill(PROGRAMS[name][1])
+    test = (
+        {"function": "solve", "args": ["x"], "expected": host.secret}
+        if "def solve" in source
+        else {"stdin": "x\n", "stdout": host.secret + "\n"}
+    )
+    return RewardRequest(name, "solve it", f"```python\n{FIND}{source}\n```", "stop", {"tests": [test]})
+
+
+def reward_processes() -> Iterator[psutil.Process]:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "actors.reward.child" in process.cmdline():
+                yield process
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss + sum(process.memory_info().rss for process in reward_processes())
+
+
+async def test_no_hostile_program_passes_gets_out_or_hangs_and_memory_stays_flat(host: Host) -> None:
+    """Through the real reward function, on two processes at once. Each verdict is a 0 that was earned."""
+    verdicts: dict[str, Verdict] = {}
+    waiting = list(PROGRAMS)
+    before = 0
+
+    async def work(pool: RewardPool) -> None:
+        while waiting:
+            name = waiting.pop()
+            began = time.monotonic()
+            verdicts[name] = await asyncio.wait_for(pool.score(asked(host, name)), 30)
+            assert time.monotonic() - began < TEST_TIME_S + 6, f"{name} held its process up"
+
+    async with pool_of() as pool:
+        await asyncio.gather(*(pool.score(asked(host, "stdout_flood")) for _ in range(CHILDREN)))
+        before = resident_bytes()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CHILDREN):
+                group.create_task(work(pool))
+        after = resident_bytes()
+        family = psutil.Process().children(recursive=True)
+    assert len(PROGRAMS) >= 60
+    unscored = {name: verdict.detail for name, verdict in verdicts.items() if verdict.status != "scored"}
+    assert unscored == {}, "a program must not get out of its 0 either"
+    assert {name for name, verdict in verdicts.items() if verdict.reward != 0.0} == set()
+    told = {name: verdict.detail for name, verdict in verdicts.items() if not verdict.parts.get(PROGRAMS[name][0], 1.0)}
+    assert told == {}, "these fail for another reason than they should"
+    assert host.knocks == []
+    assert not host.mark.exists()
+    assert host.path.read_text() == host.secret
+    assert host.victim.poll() is None
+    assert after - before < GROWTH_BYTES_MAX
+    _, left = await asyncio.to_thread(psutil.wait_procs, [p for p in family if p.pid != host.victim.pid], 10)
+    assert left == []
+
+
+async def test_the_canaries_can_be_reached_from_outside(host: Host) -> None:
+    """Or their silence would prove nothing."""
+    assert host.path.read_text() == os.environ["ROLLSTREAM_SECRET"] == host.secret
+    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+    assert (await asyncio.wait_for(reader.read(100), 5)).decode() == host.secret
+    writer.close()
+    assert len(host.knocks) == 1
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        assert free.getsockname()[1] != host.port
