@@ -35,6 +35,7 @@ from bus.port import Bus, Entry
 from bus.table import BATCHES, ROLLOUTS, WEIGHTS
 from bus.weights.writer import Snapshot
 from schemas import Batch, Rollout, Segments, StepDone, UserError, WeightVersion
+from schemas.trajectory import model_tokens
 
 log = structlog.get_logger()
 
@@ -72,8 +73,8 @@ class Loaded:
     batch: Batch
     samples: tuple[TrainSample, ...]
     staleness: np.ndarray[Any, np.dtype[np.int64]]  # [k]: trained tokens i versions old
-    masked_tokens: int  # tokens left out because they were too old
-    response_tokens: int
+    masked_tokens: int  # tokens of the policy left out because they were too old
+    response_tokens: int  # tokens of the policy
     seconds: float
     arrived_s: float  # when the batch came, by the monotonic clock
     formed_s: float  # when the batch was stored, and the last rollout of this rank's share, by the broker's clock
@@ -256,9 +257,10 @@ class Trainer:
                 raise UserError(f"Batch {batch.step} names entry {stored.seq} as sample {group_id}-{index}; it is not.")
             age = ages_of(rollout.segments, batch.step)
             fresh = age <= batch.max_staleness
-            response_tokens += len(age)
-            masked += int(len(age) - fresh.sum())
-            ages.append(age[fresh])
+            made = model_tokens(rollout.observations, len(age))
+            response_tokens += int(made.sum())
+            masked += int((made & ~fresh).sum())
+            ages.append(age[made & fresh])
             if len(age):
                 samples.append(train_sample(rollout, fresh, batch.step - age, reward, scored))
         staleness = np.bincount(np.concatenate(ages) if ages else np.zeros(0, np.int64)).astype(np.int64)

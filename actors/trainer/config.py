@@ -38,6 +38,7 @@ __all__ = [
 LOSSES = ("decoupled_ppo", "ppo", "gspo", "sapo", "sapo_sequence", "cispo", "reinforce")
 COUPLED_LOSSES = frozenset({"ppo", "sapo", "sapo_sequence", "cispo"})  # ratios are taken to the behaviour policy
 DUAL_CLIPPED_LOSSES = frozenset({"decoupled_ppo", "ppo", "gspo"})
+SEQUENCE_LOSSES = frozenset({"gspo"})  # they take one advantage a sequence
 
 ProximalApproximation = Literal["loglinear", "linear", "rollout"]
 
@@ -77,6 +78,7 @@ class TrainerConfig(Config):
     reference: str | None = Field(default=None, min_length=1)  # "initial" is version 0; else a model folder
     advantage: AdvantageConfig = AdvantageConfig()
     discount: float = Field(default=1.0, gt=0, le=1)  # γ, per trained token
+    turn_discount: float | None = Field(default=None, ge=0, le=1)  # γ, per turn (see `turns`); None: credit by token
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     reward_bias: float = 0.0
     reward_scale: float = 1.0
@@ -156,6 +158,8 @@ class TrainerConfig(Config):
                 f"m2po_threshold with proximal {self.proximal}: the mask compares the behaviour policy with the true "
                 "proximal one, before the first forward => Set proximal to recompute, or m2po_threshold to null."
             )
+        if self.turn_discount is not None:
+            yield from self._contradictions_by_turn(self.turn_discount)
         if self.advantage.function is not None and self.critic is not None:
             yield (
                 "advantage.function with a critic: the function takes the place of the GAE, and the critic would "
@@ -170,6 +174,24 @@ class TrainerConfig(Config):
             yield (
                 "advantage.function with unfinished no_reward: the function takes the place of the normalised rewards "
                 "=> Set unfinished to mask or train; the function sees each sample's finish."
+            )
+
+    def _contradictions_by_turn(self, discount: float) -> Iterator[str]:
+        """What has no part in returns of turns."""
+        told = f"turn_discount {discount:g}"
+        if self.critic is not None or (self.discount, self.gae_lambda) != (1.0, 1.0):
+            yield (
+                f"{told} with a critic, discount or gae_lambda: returns of turns take the place of the GAE => Remove "
+                "turn_discount, or the others; algorithm grpo has none of them."
+            )
+        if self.advantage.function is not None:
+            yield f"{told} with advantage.function, which takes its place => Remove one of the two."
+        if self.kl.coef and self.kl.place == "reward":
+            yield f"{told} with kl.place reward: the penalty would be lost => Set kl.place to loss."
+        if self.loss in SEQUENCE_LOSSES:
+            yield (
+                f"{told} with loss {self.loss}, which takes the mean advantage of a sequence for all its tokens => "
+                "Remove turn_discount, or use a loss of tokens such as decoupled_ppo."
             )
 
 

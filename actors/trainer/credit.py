@@ -1,7 +1,8 @@
 """Credit assignment: from the rewards of samples to the advantages of their trained tokens, in float64.
 
 penalise overlong answers → bias, scale, clip → normalise over samples; normalise process rewards over steps → rewards
-of tokens (KL, steps, the reward at the last token) → GAE → normalise over tokens. No torch.
+of tokens (KL, steps, the reward at the last token) → GAE → normalise over tokens. With a discount by turn the returns
+of turns take the place of what is between. No torch.
 
 Shapes: B samples; m_i = trained tokens of sample i, T_i = its response tokens.
 """
@@ -18,6 +19,7 @@ from actors.trainer.config import TrainerConfig
 from actors.trainer.gae import gae
 from actors.trainer.overlong import overlong_penalty
 from actors.trainer.samples import TrainSample
+from actors.trainer.turns import turn_advantages
 from schemas.errors import UserError
 
 Floats = npt.NDArray[np.float64]
@@ -55,7 +57,7 @@ def raw_rewards(samples: Sequence[TrainSample], config: TrainerConfig, max_new_t
         if max_new_tokens is None:
             raise ValueError("the overlong penalty needs max_new_tokens, the length at which answers are cut")
         rewards = rewards + overlong_penalty(
-            [s.generated for s in samples],
+            [s.longest_turn for s in samples],
             max_new_tokens=max_new_tokens,
             tail=config.overlong.tail * max_new_tokens,
             factor=config.overlong.factor,
@@ -96,12 +98,12 @@ def assign(
     rows = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]  # bool [B, M]: trained tokens side by side
     token_rewards = np.zeros(rows.shape)
     old_values = np.zeros(rows.shape)
-    of_steps = process_rewards(samples, config)
+    of_steps = process_rewards(samples, config) if config.turn_discount is None else []
     for i, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
         n = lengths[i]
         if reference_kl is not None and n:
             token_rewards[i, :n] = -config.kl.coef * reference_kl[i]
-        if sample.token_rewards is not None:
+        if of_steps and sample.token_rewards is not None:
             places = np.cumsum(mask) - 1
             earned = places >= 0
             np.add.at(token_rewards[i], places[earned], of_steps[i][earned])
@@ -110,9 +112,17 @@ def assign(
         if values is not None:
             old_values[i, :n] = values.tokens[i]
     last = np.where(cut, values.last, 0.0) if values is not None else np.zeros(len(samples))
-    advantages, returns = gae(
-        token_rewards, old_values, rows, last, discount=config.discount, gae_lambda=config.gae_lambda
-    )
+    if config.turn_discount is None:
+        advantages, returns = gae(
+            token_rewards, old_values, rows, last, discount=config.discount, gae_lambda=config.gae_lambda
+        )
+    else:
+        of_turns = turn_advantages(samples, rewards, config.turn_discount, config)
+        if config.unfinished == "no_reward":
+            of_turns = [np.zeros_like(a) if of_cut else a for a, of_cut in zip(of_turns, cut, strict=True)]
+        advantages = np.zeros(rows.shape)
+        advantages[rows] = np.concatenate([np.zeros(0), *(a[m] for a, m in zip(of_turns, masks, strict=True))])
+        returns = advantages
     if section.token_mean != "none" or section.token_std != "none":
         advantages[rows] = adv.normalise(
             advantages[rows],
@@ -131,7 +141,8 @@ def process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> li
     r̃_j = (r_j − mean(R)) / (std(R) + eps),  R = rewards of all steps of all samples of the group, or of the batch
     ```
     `advantage.mean` and `.std` say of which, or that nothing is subtracted and divided by. With `leave_one_out` R is
-    without the sample's own steps for the mean. A step without a reward is one of reward 0. With γ = λ = 1 and no
+    without the sample's own steps for the mean. A step without a reward is one of reward 0; where no steps are told,
+    each token of the policy's own is one, and what is earned at others counts for the one before. With γ = λ = 1 and no
     critic the advantage of token t is then Σ of r̃_j over the steps that end at or after t: GRPO's process supervision.
     Samples without process rewards have zeros, and no part in R.
 
@@ -141,9 +152,9 @@ def process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> li
     having = [i for i, s in enumerate(samples) if s.token_rewards is not None]
     if not having:
         return out
-    ends = [np.arange(len(s.tokens)) if s.step_ends is None else s.step_ends for s in samples]
-    values = np.concatenate([np.asarray(samples[i].token_rewards, np.float64)[ends[i]] for i in having])
-    owners = np.repeat(having, [len(ends[i]) for i in having])
+    steps = {i: _steps(samples[i]) for i in having}
+    values = np.concatenate([earned for _, earned in steps.values()])
+    owners = np.repeat(having, [len(ends) for ends, _ in steps.values()])
     how = config.advantage
     normalised = adv.normalise(
         config.reward_scale * values,
@@ -155,8 +166,21 @@ def process_rewards(samples: Sequence[TrainSample], config: TrainerConfig) -> li
         owners=owners,
     )
     for i in having:
-        out[i][ends[i]] = normalised[owners == i]
+        out[i][steps[i][0]] = normalised[owners == i]
     return out
+
+
+def _steps(sample: TrainSample) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Where the steps of a sample with process rewards end, and what they earned: [K] each."""
+    rewards = np.asarray(sample.token_rewards, np.float64)
+    if sample.step_ends is not None:
+        return sample.step_ends.astype(np.int64), rewards[sample.step_ends]
+    made = sample.made
+    before = np.cumsum(made) - 1
+    earned = before >= 0
+    of_steps = np.zeros(int(made.sum()))
+    np.add.at(of_steps, before[earned], rewards[earned])
+    return np.flatnonzero(made), of_steps
 
 
 def _cut(rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, ...]:

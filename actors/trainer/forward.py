@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actors.trainer.packing import Row
 from schemas.errors import UserError
+from schemas.trajectory import cuts
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +35,22 @@ class ScoredTokens:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
+
+
+def scored_sequences(
+    prompt: npt.NDArray[np.int32],
+    response: npt.NDArray[np.int32],
+    scored: npt.NDArray[np.bool_],
+    sequences: npt.NDArray[np.int32] | None,
+) -> list[ScoredTokens]:
+    """The sequences of a sample in their order, as its pairs `(prompt tokens, response tokens)` cut it up; one without.
+
+    What a logprob is conditioned on is its own sequence, and nothing of those before.
+    """
+    if sequences is None or not len(sequences):
+        return [ScoredTokens(prompt, response, scored)]
+    places = cuts(sequences, len(prompt), len(response))
+    return [ScoredTokens(prompt[of_prompt], response[part], scored[part]) for of_prompt, part in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from actors.trainer import plan
 from actors.trainer.config import TrainerConfig
 from actors.trainer.credit import Values, assign
 from actors.trainer.critic import Critic
-from actors.trainer.forward import MicroBatch, ScoredTokens, checkpoint_layers, response_logprobs
+from actors.trainer.forward import MicroBatch, checkpoint_layers, response_logprobs
 from actors.trainer.kl import kl
 from actors.trainer.lora import attach, check_checkpoint, detach
 from actors.trainer.losses import load_loss
@@ -195,8 +195,8 @@ class Learner:
         config, device = self.config, self.model.device
         batch = plan.ordered(step, samples, self.model, config, self.ranks)
         per_token: dict[str, Sequence[plan.Array]] = {
-            "behaviour": [s.behaviour_logprobs[t.scored] for s, t in zip(batch.samples, batch.sequences, strict=True)],
-            "fresh": [_made_by(step, s, t) for s, t in zip(batch.samples, batch.sequences, strict=True)],
+            "behaviour": [s.behaviour_logprobs[mask] for s, mask in zip(batch.samples, batch.masks, strict=True)],
+            "fresh": [_made_by(step, s, mask) for s, mask in zip(batch.samples, batch.masks, strict=True)],
         }
         metrics: dict[str, float] = {}
         penalties = values = None
@@ -346,18 +346,18 @@ def _kl_of(behaviour: plan.Array, reference: plan.Array, config: TrainerConfig) 
 
 def _versions(batch: plan.Batch) -> list[plan.Array]:
     out = []
-    for sample, sequence in zip(batch.samples, batch.sequences, strict=True):
+    for sample, mask in zip(batch.samples, batch.masks, strict=True):
         if sample.versions is None:
             raise ValueError(f"sample {sample.sample_id}: an approximate proximal policy needs the tokens' versions")
-        out.append(sample.versions[sequence.scored])
+        out.append(sample.versions[mask])
     return out
 
 
-def _made_by(version: int, sample: TrainSample, sequence: ScoredTokens) -> plan.Array:
+def _made_by(version: int, sample: TrainSample, mask: plan.Array) -> plan.Array:
     """Which of the trained tokens this policy version made: bool [m]; none if the sample does not tell."""
     if sample.versions is None:
-        return np.zeros(int(sequence.scored.sum()), dtype=np.bool_)
-    made: plan.Array = (sample.versions == version)[sequence.scored]
+        return np.zeros(int(mask.sum()), dtype=np.bool_)
+    made: plan.Array = (sample.versions == version)[mask]
     return made
 
 

@@ -18,7 +18,9 @@ from actors.trainer.credit import Credit
 from actors.trainer.samples import TrainSample
 
 Unit = Literal["", "tokens", "samples", "groups", "steps", "versions", "nats", "s", "CPU s", "tokens/s", "Unix s"]
-When = Literal["", "with process rewards", "with a critic", "with a reference", "if engine_tokens is not 0"]
+When = Literal[
+    "", "with process rewards", "with a critic", "with a reference", "if engine_tokens is not 0", "with several turns"
+]
 
 
 def of_samples(samples: Sequence[TrainSample], credit: Credit, useful: npt.NDArray[np.bool_]) -> dict[str, float]:
@@ -30,11 +32,17 @@ def of_samples(samples: Sequence[TrainSample], credit: Credit, useful: npt.NDArr
     advantages = np.array([a.mean() if len(a) else 0.0 for a in credit.advantages], dtype=np.float64)
     of_tokens = np.concatenate([np.zeros(0), *credit.advantages])
     groups = np.array([s.group_id for s in samples], dtype=np.int64)
-    response = np.sort(np.array([len(s.tokens) for s in samples], dtype=np.int64))
+    made = np.array([len(s.tokens) if s.versions is None else s.generated for s in samples], dtype=np.int64)
+    told = np.array([len(s.tokens) for s in samples], dtype=np.int64) - made
+    response = np.sort(made)
     prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
     finished = sum(s.finish == "stop" for s in samples)
     earned = [float(s.token_rewards.sum(dtype=np.float64)) for s in samples if s.token_rewards is not None]
-    return ({"process_reward_mean": sum(earned) / len(samples)} if earned else {}) | {
+    optional = {"process_reward_mean": sum(earned) / len(samples)} if earned else {}
+    if told.any() or any(s.sequences is not None for s in samples):
+        turns = np.array([len(s.turn_ends) for s in samples], dtype=np.int64)
+        optional |= {"turns_mean": _mean(turns), "observation_tokens": float(told.sum())}
+    return optional | {
         "reward_mean": _mean(rewards),
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "reward_min": float(rewards.min(initial=np.inf)) if len(rewards) else 0.0,
@@ -146,14 +154,17 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("samples", "samples", "count", _SAMPLES + ", with at least one response token"),
         Metric("samples_with_gradient", "samples", "of these, what goes through the model: some advantage is not 0, or "
                "there is a critic, a KL or an entropy term", _SAMPLES),
-        Metric("response_length_mean", "tokens", "mean", _SAMPLES),
+        Metric("response_length_mean", "tokens", "mean; of what the policy made", _SAMPLES),
         Metric("response_length_min", "tokens", "least", _SAMPLES),
         Metric("response_length_p95", "tokens", "the smallest length that 95 % do not exceed", _SAMPLES),
         Metric("response_length_max", "tokens", "largest", _SAMPLES),
-        Metric("prompt_length_mean", "tokens", "mean", _SAMPLES),
+        Metric("turns_mean", "", "mean number of turns", _SAMPLES, "with several turns"),
+        Metric("observation_tokens", "tokens", "count of what the policy was told between its turns, never trained",
+               _SAMPLES, "with several turns"),
+        Metric("prompt_length_mean", "tokens", "mean; of all its sequences together", _SAMPLES),
         Metric("prompt_length_max", "tokens", "largest", _SAMPLES),
         Metric("finished_fraction", "", "share that ended by itself and was not cut at max_new_tokens", _SAMPLES),
-        Metric("response_tokens", "tokens", "count", "response tokens of the batch, trained or not"),
+        Metric("response_tokens", "tokens", "count", "the policy's own tokens of the batch, trained or not"),
         Metric("tokens_trained", "tokens", "count", "response tokens in N: young enough, and a policy's own"),
         Metric("tokens_with_gradient", "tokens", "count", "trained tokens of the samples with a gradient"),
         Metric("tokens_packed", "tokens", "those that went through the model", "samples with a gradient"),
@@ -163,7 +174,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("staleness_min", "versions", "least of step − version(token)", "trained tokens"),
         Metric("staleness_mean", "versions", "mean of the same", "trained tokens"),
         Metric("staleness_max", "versions", "largest of the same; at most max_staleness", "trained tokens"),
-        Metric("stale_masked_tokens", "tokens", "too old for the step, and masked", "response tokens"),
+        Metric("stale_masked_tokens", "tokens", "too old for the step, and masked", "the policy's own tokens"),
     ),
     "The policy": (
         Metric("loss", "", "mean over the optimizer steps of Σ loss / N", _TOKENS),

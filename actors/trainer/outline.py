@@ -53,18 +53,18 @@ def spread(
 
 
 def _outline(sample: TrainSample, whole: bool) -> dict[str, Any]:
-    made = sample.loss_mask if sample.versions is None else sample.versions >= 0
     return {
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
         "prompt": len(sample.prompt_tokens),
         "response": len(sample.tokens),
         "trained": np.packbits(sample.loss_mask).tobytes(),
-        "made": np.packbits(made).tobytes(),
+        "made": np.packbits(sample.made).tobytes(),
         "reward": sample.reward,
         "finish": sample.finish,
         "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes(),
         "step_ends": None if sample.step_ends is None else sample.step_ends.astype(np.int32).tobytes(),
+        "sequences": None if sample.sequences is None else sample.sequences.astype(np.int32).tobytes(),
         "whole": [
             sample.prompt_tokens.astype(np.int32).tobytes(),
             sample.tokens.astype(np.int32).tobytes(),
@@ -98,6 +98,7 @@ def _sample(fields: dict[str, Any]) -> TrainSample:
         versions=versions,
         token_rewards=None if rewards is None else np.frombuffer(rewards, np.float32),
         step_ends=_ints(fields["step_ends"]),
+        sequences=_ints(fields["sequences"]),
     )
 
 

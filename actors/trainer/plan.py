@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from actors.trainer.aggregation import token_scales
 from actors.trainer.config import TrainerConfig
 from actors.trainer.credit import trained_mask
-from actors.trainer.forward import MicroBatch, ScoredTokens, collate, model_traits
+from actors.trainer.forward import MicroBatch, ScoredTokens, collate, model_traits, scored_sequences
 from actors.trainer.outline import all_samples, spread
 from actors.trainer.packing import Row, pack
 from actors.trainer.ranks import Ranks
@@ -27,11 +27,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of a step in their one order, with their trained tokens m_i, and which rank trains which."""
+    """The samples of a step in their one order, with their trained tokens m_i, and which rank trains which.
+
+    A sample is one sequence or several; what is told of its trained tokens is told of all of them, one after the other.
+    """
 
     samples: tuple[TrainSample, ...]
-    sequences: tuple[ScoredTokens, ...]
+    masks: tuple[npt.NDArray[np.bool_], ...]  # [T_i] each: the trained tokens
     trained: npt.NDArray[np.int64]  # [B], m_i
+    sequences: tuple[ScoredTokens, ...]  # [S], those of a sample side by side
+    first: npt.NDArray[np.int64]  # [B + 1]: those of sample i are first[i] to first[i + 1]
+    sample: npt.NDArray[np.int64]  # [S]: whose they are
+    parts: tuple[slice, ...]  # [S]: which of the sample's m_i trained tokens are the sequence's
     shared: bool  # whether sequences may share rows
     owners: npt.NDArray[np.int64]  # [B], ranks
     ranks: Ranks
@@ -41,6 +48,15 @@ class Batch:
         """bool [B]: the samples whose tokens this rank has."""
         own: npt.NDArray[np.bool_] = self.owners == self.ranks.rank
         return own
+
+    def sequences_of(self, samples: Sequence[int], *, last: bool = False) -> list[int]:
+        """The sequences of these samples that hold trained tokens, and by option the last one of each in any case."""
+        out = []
+        for i in samples:
+            end = int(self.first[i + 1])
+            of_sample = range(int(self.first[i]), end)
+            out += [s for s in of_sample if self.parts[s].stop > self.parts[s].start or (last and s == end - 1)]
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +93,27 @@ def ordered(
     in_order = [sample for _, sample in told]
     if len({s.sample_id for s in in_order}) != len(in_order):
         raise ValueError(f"step {step}: a sample_id occurs twice; a sample is trained once (invariant I3)")
-    sequences = [ScoredTokens(s.prompt_tokens, s.tokens, trained_mask(s, config)) for s in in_order]
-    trained = np.array([int(s.scored.sum()) for s in sequences], dtype=np.int64)
-    longest = max((len(s) for s, n in zip(sequences, trained, strict=True) if n), default=0)
-    owners = np.array([rank for rank, _ in told], dtype=np.int64)
-    shared = model_traits(model).can_share_rows(longest)
-    return Batch(tuple(in_order), tuple(sequences), trained, shared, owners, ranks)
+    masks = [trained_mask(s, config) for s in in_order]
+    cut_up = [scored_sequences(s.prompt_tokens, s.tokens, m, s.sequences) for s, m in zip(in_order, masks, strict=True)]
+    sequences = [sequence for of_sample in cut_up for sequence in of_sample]
+    parts: list[slice] = []
+    for of_sample in cut_up:
+        ends = np.cumsum([int(sequence.scored.sum()) for sequence in of_sample]).tolist()
+        parts += map(slice, [0, *ends[:-1]], ends)
+    longest = max((len(s) for s, part in zip(sequences, parts, strict=True) if part.stop > part.start), default=0)
+    counts = [len(of_sample) for of_sample in cut_up]
+    return Batch(
+        samples=tuple(in_order),
+        masks=tuple(masks),
+        trained=np.array([int(mask.sum()) for mask in masks], dtype=np.int64),
+        sequences=tuple(sequences),
+        first=np.cumsum([0, *counts]),
+        sample=np.repeat(np.arange(len(counts)), counts),
+        parts=tuple(parts),
+        shared=model_traits(model).can_share_rows(longest),
+        owners=np.array([rank for rank, _ in told], dtype=np.int64),
+        ranks=ranks,
+    )
 
 
 def lay_out(
@@ -115,7 +146,8 @@ def lay_out(
             for i, scale in zip(members, scales, strict=True):
                 spread[i] = np.full(batch.trained[i], scale)
             per_token = {**per_token, "scale": spread}
-        shares = [[i for i in chosen if batch.owners[i] == rank] for rank in range(batch.ranks.count)]
+        ranks = range(batch.ranks.count)
+        shares = [batch.sequences_of([i for i in chosen if batch.owners[i] == rank]) for rank in ranks]
         rows = [_packed(batch, share, config) for share in shares]
         if not any(rows):
             continue
@@ -136,21 +168,23 @@ def ask(
     """What a frozen model says of every trained token: [m_i] for each sample, and one number for each sample, [B].
 
     Each rank asks for its own samples, and is told the rest. `forward` gives [n] and, if it has it, [S] of a
-    micro-batch. Without gradient; one micro-batch at a time.
+    micro-batch; that of a sample's last sequence is the sample's. Without gradient; one micro-batch at a time.
     """
-    tokens = [np.zeros(0, np.float32)] * len(batch.samples)
+    tokens = [np.zeros(n if own else 0, np.float32) for n, own in zip(batch.trained, batch.own, strict=True)]
     ends = np.zeros(len(batch.samples))
-    chosen = [int(i) for i in np.flatnonzero((batch.trained > 0) & batch.own)]
+    chosen = batch.sequences_of(np.flatnonzero((batch.trained > 0) & batch.own).tolist(), last=True)
     for rows in _packed(batch, chosen, config):
-        micro = collate(rows, [batch.sequences[i] for i in chosen], shared=batch.shared, device=device)
+        micro = collate(rows, [batch.sequences[s] for s in chosen], shared=batch.shared, device=device)
         with torch.no_grad():
             of_tokens, of_ends = forward(micro)
-        order = [chosen[i] for i in micro.sequences]
-        parts = np.split(of_tokens.float().cpu().numpy(), np.cumsum(batch.trained[order])[:-1])
-        for i, part in zip(order, parts, strict=True):
-            tokens[i] = part
+        order = np.array([chosen[s] for s in micro.sequences])
+        counts = [batch.parts[s].stop - batch.parts[s].start for s in order]
+        found = np.split(of_tokens.float().cpu().numpy(), np.cumsum(counts)[:-1])
+        for s, values in zip(order, found, strict=True):
+            tokens[batch.sample[s]][batch.parts[s]] = values
         if of_ends is not None:
-            ends[order] = of_ends.double().cpu().numpy()
+            last = batch.first[batch.sample[order] + 1] - 1 == order
+            ends[batch.sample[order[last]]] = of_ends.double().cpu().numpy()[last]
     of_all = spread(tokens, batch.owners, batch.ranks, batch.trained)
     ends_of_all = spread(list(ends[:, None]), batch.owners, batch.ranks, np.ones_like(batch.trained))
     return of_all, np.concatenate([np.zeros(0), *ends_of_all])
@@ -164,8 +198,9 @@ def _filler(batch: Batch, device: torch.device) -> Micro:
 
 
 def _packed(batch: Batch, chosen: Sequence[int], config: TrainerConfig) -> list[list[Row]]:
+    """Rows of the `chosen` sequences, which they name by their places among these."""
     return pack(
-        [len(batch.sequences[i]) for i in chosen],
+        [len(batch.sequences[s]) for s in chosen],
         micro_batch_tokens=config.micro_batch_tokens,
         row_tokens=config.row_tokens,
         share_rows=batch.shared,
@@ -179,11 +214,11 @@ def _micro(
     per_token: Mapping[str, Sequence[Array]],
     device: torch.device,
 ) -> Micro:
-    micro = collate(rows, [batch.sequences[i] for i in chosen], shared=batch.shared, device=device)
-    order = [chosen[i] for i in micro.sequences]
+    micro = collate(rows, [batch.sequences[s] for s in chosen], shared=batch.shared, device=device)
+    order = [chosen[s] for s in micro.sequences]
 
     def tensor(arrays: Sequence[Array]) -> Tensor:
-        flat = np.concatenate([arrays[i] for i in order])
+        flat = np.concatenate([arrays[batch.sample[s]][batch.parts[s]] for s in order])
         kind = np.int64 if flat.dtype.kind == "i" else np.float32
         return torch.from_numpy(flat.astype(kind)).to(device)
 

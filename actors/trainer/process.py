@@ -8,12 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from actors.trainer.config import TrainerConfig
+from actors.trainer.config import SEQUENCE_LOSSES, TrainerConfig
 from bus.port import Entry
 from bus.table import SCORED, Stream
 from schemas import Batch, Scored, UserError, sample_id
-
-SEQUENCE_LOSSES = frozenset({"gspo"})  # they take one advantage an answer
 
 
 def check_process_rewards(batch: Batch, config: TrainerConfig) -> None:

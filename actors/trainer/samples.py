@@ -7,14 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas import Rollout, Scored
+from schemas.trajectory import model_tokens, turn_ends
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
     """One sample of a batch, as the learner takes it; P prompt tokens, T response tokens.
 
-    Raises ValueError if the response arrays differ in length, if the prompt or the response is empty, or if the reward
-    is not finite.
+    Of a trajectory of several turns the response holds what the model was told between them, too: tokens of version −1.
+    It may be cut up into several `sequences`, each of which goes through the model by itself.
+
+    Raises ValueError if the response arrays differ in length, if the prompt or the response is empty, if a token is to
+    be trained that no policy made, or if the reward is not finite.
     """
 
     sample_id: str
@@ -28,6 +32,7 @@ class TrainSample:
     versions: npt.NDArray[np.int32] | None = None  # [T], the policy version of each token; −1: no policy made it
     token_rewards: npt.NDArray[np.float32] | None = None  # [T], beside `reward`; a step's reward at its last token
     step_ends: npt.NDArray[np.int32] | None = None  # [K], the last tokens of steps, ascending; None: of each token
+    sequences: npt.NDArray[np.int32] | None = None  # [2K], pairs (prompt tokens, response tokens); None: one sequence
 
     def __post_init__(self) -> None:
         T = len(self.tokens)
@@ -44,15 +49,37 @@ class TrainSample:
             raise ValueError(f"sample {self.sample_id}: token_rewards are not finite; drop it before training")
         if self.step_ends is not None and (self.token_rewards is None or not set(self.step_ends) <= set(range(T))):
             raise ValueError(f"sample {self.sample_id}: step_ends must be of its {T} tokens, and have token_rewards")
+        if self.versions is not None and self.loss_mask[self.versions < 0].any():
+            raise ValueError(f"sample {self.sample_id}: a token is to be trained that no policy made")
+        if self.sequences is not None and self.sequences.reshape(-1, 2).sum(0).tolist() != [len(self.prompt_tokens), T]:
+            raise ValueError(f"sample {self.sample_id}: sequences must cut up its prompt and its {T} tokens")
         if T == 0 or len(self.prompt_tokens) == 0:
             raise ValueError(f"sample {self.sample_id}: prompt and response must hold at least one token each")
         if not np.isfinite(self.reward):
             raise ValueError(f"sample {self.sample_id}: reward {self.reward} is not finite; drop it before training")
 
     @property
+    def made(self) -> npt.NDArray[np.bool_]:
+        """bool [T]: the response tokens that a policy made, stale ones too; those to be trained if nothing is told."""
+        made: npt.NDArray[np.bool_] = self.loss_mask if self.versions is None else self.versions >= 0
+        return made
+
+    @property
     def generated(self) -> int:
         """Response tokens that a policy made; stale ones count, a tool's do not."""
-        return int(self.loss_mask.sum()) if self.versions is None else int((self.versions >= 0).sum())
+        return int(self.made.sum())
+
+    @property
+    def turn_ends(self) -> npt.NDArray[np.int64]:
+        """The last tokens of its turns, int64 [K], ascending."""
+        none = np.zeros(0, np.int32)
+        return turn_ends(self.made, none if self.sequences is None else self.sequences)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of its longest turn: what was nearest to being cut."""
+        counts = np.diff(np.cumsum(self.made)[self.turn_ends], prepend=0)
+        return int(counts.max(initial=0))
 
 
 def train_sample(
@@ -64,8 +91,11 @@ def train_sample(
 ) -> TrainSample:
     """A rollout with at least one token as a sample; `loss_mask` and `versions` are [T].
 
-    `scored` is its verdict, if that has process rewards.
+    Observations are never trained, whatever `loss_mask` says. `scored` is its verdict, if that has process rewards.
     """
+    if len(rollout.observations):
+        made = model_tokens(rollout.observations, len(rollout.tokens))
+        loss_mask, versions = loss_mask & made, np.where(made, versions, -1)
     return TrainSample(
         sample_id=f"{rollout.group_id}-{rollout.index:06d}",  # sorts by index
         group_id=rollout.group_id,
@@ -78,4 +108,5 @@ def train_sample(
         versions=versions.astype(np.int32),
         token_rewards=None if scored is None else scored.token_rewards,
         step_ends=None if scored is None or not len(scored.step_ends) else scored.step_ends,
+        sequences=rollout.sequences if len(rollout.sequences) else None,
     )

@@ -126,16 +126,20 @@ def test_advantages_are_those_of_the_steps_spelled_out(
     groups = [s.group_id for s in made]
     shaped = []
     for s in made:
-        penalty = min(-(sum(s.versions >= 0) - 4) / 4 * 0.7, 0) if overlong else 0.0
+        turns = "".join("m" if v >= 0 else " " for v in s.versions).split(" ")
+        penalty = min(-(max(map(len, turns)) - 4) / 4 * 0.7, 0) if overlong else 0.0
         shaped.append(min(max((s.reward + penalty - 0.1) * 2, -1.5), 1.5))
     np.testing.assert_allclose(credit.rewards, shaped, atol=1e-9)
     of_samples = normalised(shaped, groups, mean, std, section.leave_one_out, section.eps)
-    steps = [
-        (i, int(t), 2.0 * float(s.token_rewards[t]))
-        for i, s in enumerate(made)
-        if s.token_rewards is not None
-        for t in (range(len(s.tokens)) if s.step_ends is None else s.step_ends)
-    ]
+    steps = []
+    for i, s in enumerate(made):
+        of_sample = {}
+        for t in range(len(s.tokens)) if s.token_rewards is not None else ():
+            if t in s.step_ends if s.step_ends is not None else s.versions[t] >= 0:
+                of_sample[t] = 2.0 * float(s.token_rewards[t])
+            elif s.step_ends is None and of_sample:  # earned where the policy was told something
+                of_sample[max(of_sample)] += 2.0 * float(s.token_rewards[t])
+        steps += [(i, t, r) for t, r in of_sample.items()]
     owners = [i for i, _, _ in steps]
     of_steps = normalised(
         [r for _, _, r in steps], [groups[i] for i in owners], mean, std, section.leave_one_out, section.eps, owners
@@ -187,18 +191,19 @@ def test_each_aggregation_is_the_mean_that_its_name_says(lengths):
 
 
 def test_stale_and_tool_tokens_count_for_the_overlong_penalty_as_they_should():
-    """Stale tokens were generated, a tool's were not: the length is that of what the policy wrote."""
+    """Stale tokens were generated, a tool's were not, and turns are cut one by one: the longest counts."""
     made = samples()[0]
     T = 10
     sample = replace(
         made,
         tokens=np.ones(T, np.int32),
         behaviour_logprobs=np.zeros(T, np.float32),
-        loss_mask=np.arange(T) >= 4,
+        loss_mask=np.isin(np.arange(T), [4, 5, 8, 9]),
         versions=np.array([0, 0, 0, 0, 1, 1, -1, -1, 1, 1], np.int32),
     )
-    assert sample.generated == 8
-    assert replace(sample, versions=None).generated == 6
+    assert (sample.generated, sample.longest_turn) == (8, 6)
+    assert replace(sample, sequences=np.array([1, 3, len(made.prompt_tokens) - 1, 7], np.int32)).longest_turn == 3
+    assert replace(sample, versions=None).generated == 4
 
 
 def test_a_reward_at_a_masked_token_counts_for_what_led_to_it():

@@ -61,7 +61,11 @@ def trained(config: TrainerConfig, ranks: int, steps: int = 2, groups: int = 3, 
         metrics = {}
         for step in range(steps):
             made = [
-                replace(s, finish="length" if len(s.tokens) > 15 else "stop", versions=np.full(len(s.tokens), step - 1))
+                replace(
+                    s,
+                    finish="length" if len(s.tokens) > 15 else "stop",
+                    versions=np.full(len(s.tokens), max(step - 1, 0)),
+                )
                 for s in samples(groups, size, seed=step)
             ]
             metrics = learner.step(step, share(made, of.rank, of.count))

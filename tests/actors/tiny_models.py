@@ -1,6 +1,7 @@
 """Small random models and samples for the trainer's tests."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -63,4 +64,37 @@ def samples(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 20) ->
                 )
             )
     random.Random(seed).shuffle(made)
+    return made
+
+
+def trajectories(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 24) -> list[TrainSample]:
+    """The same with several turns: what the policy was told stands between them, and some are cut up into sequences.
+
+    Rewards stand at the ends of turns, in half of the samples.
+    """
+    rng = np.random.default_rng(seed)
+    made = []
+    for s in samples(groups, size, seed, longest):
+        T = len(s.tokens)
+        told = np.repeat(rng.random(T) < 0.4, rng.integers(1, 4, T))[:T]
+        told[-1] = False
+        count = int(rng.integers(1, min(T, 4) + 1))
+        ends = np.sort(rng.choice(np.arange(1, T), count - 1, replace=False)) if count > 1 else np.zeros(0, np.int64)
+        tokens = np.diff(np.concatenate([[0], ends, [T]]))
+        prompts = rng.integers(1, 6, count)
+        pairs = np.stack([prompts, tokens], axis=1).reshape(-1).astype(np.int32)
+        cut_up = replace(
+            s,
+            prompt_tokens=rng.integers(1, VOCABULARY, prompts.sum()).astype(np.int32),
+            behaviour_logprobs=np.where(told, 0, s.behaviour_logprobs).astype(np.float32),
+            loss_mask=s.loss_mask & ~told,
+            versions=np.where(told, -1, 3).astype(np.int32),
+            sequences=pairs if count > 1 else None,
+        )
+        if rng.random() < 0.5:
+            ends = cut_up.turn_ends.astype(np.int32)
+            at_end = np.isin(np.arange(T), ends)
+            earned = np.where(at_end, np.round(rng.normal(size=T)), 0).astype(np.float32)
+            cut_up = replace(cut_up, token_rewards=earned, step_ends=ends)
+        made.append(cut_up)
     return made

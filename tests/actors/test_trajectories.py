@@ -1,0 +1,309 @@
+"""A token that the policy was told must teach nothing, and a sample of several sequences must teach as one.
+
+Held here to steps and credit spelled out, where each sequence is a forward of its own and a mask is a loop.
+"""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.trainer import plan
+from actors.trainer.config import AdvantageConfig, TrainerConfig
+from actors.trainer.credit import assign
+from actors.trainer.learner import Learner
+from actors.trainer.ranks import OneRank
+from actors.trainer.samples import train_sample
+from actors.trainer.turns import discounted_returns, ends_of_turns
+from schemas import Rollout
+from schemas.trajectory import cuts
+from tests.actors import naive_step
+from tests.actors.rank_threads import on_ranks, share
+from tests.actors.test_credit import normalised
+from tests.actors.tiny_models import qwen3, samples, trajectories
+
+BASE = {"lr": 1e-3, "adam_eps": 1e-3, "micro_batch_tokens": 60}
+WAYS = {
+    "grpo": {"minibatches": 2},
+    "sequence mean": {"aggregation": "sequence_mean", "minibatches": 2},
+    "constant": {"aggregation": "constant"},
+    "a critic": {"algorithm": "ppo"},
+    "kl and entropy": {"reference": "initial", "kl": {"coef": 0.1}, "entropy_coef": 0.01},
+    "kl in the reward": {"reference": "initial", "kl": {"coef": 0.1, "place": "reward"}, "minibatches": 2},
+    "by turn": {"turn_discount": 0.9},
+}
+OF_SEQUENCES = {
+    "gspo": {"algorithm": "gspo", "clip": 0.2, "clip_high": 0.3},
+    "opsm": {"opsm_threshold": 0.05},
+    "mis": {"behaviour_weight": "mis"},
+    "geometric": {"behaviour_weight": "geometric"},
+}
+
+
+def apart(s):
+    """The sequences of a sample, each as a sample."""
+    none = np.zeros(0, np.int32)
+    return [
+        replace(
+            s, prompt_tokens=s.prompt_tokens[p], tokens=s.tokens[t], behaviour_logprobs=s.behaviour_logprobs[t],
+            loss_mask=s.loss_mask[t], versions=s.versions[t], sequences=None, token_rewards=None, step_ends=None,
+        )
+        for p, t in cuts(none if s.sequences is None else s.sequences, len(s.prompt_tokens), len(s.tokens))
+    ]  # fmt: skip
+
+
+class NaiveTrajectories(naive_step.NaiveLearner):
+    """The naive step where a sample may be several sequences, each asked by itself."""
+
+    def values(self, s):
+        found = [super(NaiveTrajectories, self).values(part) for part in apart(s)]
+        return torch.cat([values for values, _ in found]), found[-1][1]
+
+
+def of_several(function):
+    """What a naive function says of each sequence, one after the other."""
+
+    def asked(model, s, *rest):
+        return torch.cat([function(model, part, *rest) for part in apart(s)])
+
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def _in_sequences(monkeypatch):
+    monkeypatch.setattr(naive_step, "alone", of_several(naive_step.alone))
+    whole = naive_step.alone
+
+    def logprobs_of(model, s):
+        return whole(model, s).gather(1, torch.from_numpy(s.tokens).long()[:, None])[s.loss_mask, 0]
+
+    monkeypatch.setattr(naive_step, "logprobs_of", logprobs_of)
+
+
+@pytest.mark.parametrize("change", WAYS.values(), ids=WAYS.keys())
+def test_a_step_on_trajectories_is_the_step_spelled_out(change):
+    config = TrainerConfig(**BASE, **change)
+    naive = NaiveTrajectories(qwen3(), config)
+    learner = Learner(qwen3(), config, max_new_tokens=20)
+    for step in range(2):
+        made = trajectories(3, 3, seed=step)
+        naive.step(step, made)
+        learner.step(step, made)
+    theirs = dict(naive.model.named_parameters())
+    for name, parameter in learner.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), theirs[name].detach(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("change", OF_SEQUENCES.values(), ids=OF_SEQUENCES.keys())
+def test_a_ratio_of_a_sequence_is_that_of_its_own_tokens(change):
+    """Sequences of a sample are conditioned apart, so each has its ratio; a token that was told has none."""
+    config = TrainerConfig(**BASE, **change)
+    made = [replace(s, token_rewards=None, step_ends=None) for s in trajectories(3, 3, seed=4)]
+    credit = assign(made, config)
+    naive = naive_step.NaiveLearner(qwen3(), config)
+    parts = [
+        (part, a) for s, advantage in zip(made, credit.advantages, strict=True) for part, a in pieces(s, advantage)
+    ]
+    prox = {id(part): naive_step.logprobs_of(naive.model, part) for part, _ in parts}
+    N, S, total = sum(int(s.loss_mask.sum()) for s in made), len(made), 0.0
+    for part, advantage in parts:
+        p = prox[id(part)]
+        b = torch.from_numpy(part.behaviour_logprobs[part.loss_mask])
+        A = torch.from_numpy(advantage).float()
+        terms = naive._policy_loss(p, p.detach(), b, A)
+        if config.opsm_threshold is not None:
+            terms = terms * ~((A < 0) & ((b - p.detach()).mean() > config.opsm_threshold))
+        mine = next(s for s in made if s.sample_id == part.sample_id)
+        weight = 1 / N if config.aggregation == "token_mean" else 1 / S / int(mine.loss_mask.sum())
+        total = total + weight * terms.sum()
+    naive._update(naive.adam, total)
+    learner = Learner(qwen3(), config, max_new_tokens=20)
+    learner.step(0, made)
+    theirs = dict(naive.model.named_parameters())
+    for name, parameter in learner.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), theirs[name].detach(), atol=2e-5, rtol=0)
+
+
+def pieces(s, advantage):
+    """The sequences of a sample that are trained, each with the advantages of its trained tokens."""
+    at, out = 0, []
+    for part in apart(s):
+        n = int(part.loss_mask.sum())
+        if n:
+            out.append((part, advantage[at : at + n]))
+        at += n
+    return out
+
+
+def test_what_the_policy_was_told_changes_the_gradient_only_as_context():
+    """Its logprobs, its rewards and its place in the statistics do not count: noise there changes no bit."""
+    made = trajectories(3, 3, seed=1)
+    rng = np.random.default_rng(0)
+    noisy = [
+        replace(
+            s,
+            behaviour_logprobs=np.where(s.made, s.behaviour_logprobs, rng.normal(size=len(s.tokens))).astype(
+                np.float32
+            ),
+        )
+        for s in made
+    ]
+    ends = []
+    for these in (made, noisy):
+        learner = Learner(qwen3(), TrainerConfig(**BASE, algorithm="gspo", behaviour_weight="mis"))
+        metrics = learner.step(0, [replace(s, token_rewards=None, step_ends=None) for s in these])
+        ends.append((learner.weights(torch.float32), metrics))
+    assert all(torch.equal(ends[0][0][name], tensor) for name, tensor in ends[1][0].items())
+    for name, value in ends[0][1].items():
+        assert name.startswith("seconds_") or ends[1][1][name] == value, name
+    assert ends[0][1]["tokens_trained"] == sum(int(s.loss_mask.sum()) for s in made)
+    assert ends[0][1]["response_length_mean"] == pytest.approx(np.mean([s.made.sum() for s in made]))
+    assert ends[0][1]["observation_tokens"] == sum(int((~s.made).sum()) for s in made)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 99), tokens=st.integers(40, 400), row=st.sampled_from([0, 40]), order=st.randoms())
+def test_packing_and_order_change_nothing(seed, tokens, row, order):
+    """Every trained token is learned from once, at its own place, whatever row its sequence lies in."""
+    torch.set_num_threads(1)
+    model, made = qwen3(), trajectories(2, 3, seed=seed)
+    shuffled = list(made)
+    order.shuffle(shuffled)
+    grads = []
+    for these, config in (
+        (made, TrainerConfig(micro_batch_tokens=10_000)),
+        (shuffled, TrainerConfig(micro_batch_tokens=tokens, row_tokens=row)),
+    ):
+        learner = Learner(copy.deepcopy(model), config)
+        minibatches, _ = learner._plan(0, these)
+        trained = [int(t) for m in minibatches for micro in m.micros for t in micro.batch.targets]
+        credit = assign(sorted(made, key=lambda s: s.sample_id), config)
+        useful = [s for s, a in zip(sorted(made, key=lambda s: s.sample_id), credit.advantages, strict=True) if a.any()]
+        assert sorted(trained) == sorted(int(t) for s in useful for t in s.tokens[s.loss_mask])
+        metrics = learner.step(0, these)
+        grads.append((metrics["loss"], metrics["grad_norm"]))
+    assert grads[0] == pytest.approx(grads[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"minibatches": 2}, {"algorithm": "ppo"}, {"turn_discount": 0.5}], ids=str)
+def test_ranks_share_trajectories_and_learn_as_one(change):
+    config, model = TrainerConfig(**BASE, **change), qwen3()
+
+    def work(of):
+        torch.set_num_threads(1)
+        learner = Learner(copy.deepcopy(model), config, max_new_tokens=20, ranks=of)
+        metrics = learner.step(0, share(trajectories(3, 3), of.rank, of.count))
+        return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}, metrics
+
+    ((weights, alone),) = on_ranks(1, work)
+    for of_rank, told in on_ranks(3, work):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(of_rank[name], tensor, atol=1e-5, rtol=0)
+        for name, value in alone.items():
+            if not name.startswith(("seconds_", "padding_", "explained_")):
+                assert told[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_a_sequence_with_nothing_to_train_does_not_go_through_the_model():
+    """Of a trajectory whose first turns are too old only the last one costs anything."""
+    s = samples(1, 2)[0]
+    T, P = len(s.tokens), len(s.prompt_tokens)
+    assert min(T, P) > 1
+    pairs = np.array([1, 1, P - 1, T - 1], np.int32)
+    made = [
+        replace(s, sample_id=str(i), reward=float(i), sequences=pairs, loss_mask=np.arange(T) > 0) for i in range(2)
+    ]
+    batch = plan.ordered(0, made, qwen3(), TrainerConfig(), OneRank())
+    assert batch.sequences_of([0, 1]) == [1, 3]
+    assert Learner(qwen3(), TrainerConfig()).step(0, made)["tokens_packed"] == 2 * (P + T - 2)
+
+
+# ---- credit by turn
+
+
+@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=8), discount=st.floats(0, 1))
+def test_a_return_is_the_sum_of_all_that_followed_each_discounted_by_its_distance(rewards, discount):
+    K = len(rewards)
+    expected = [sum(discount ** (j - k) * rewards[j] for j in range(k, K)) for k in range(K)]
+    np.testing.assert_allclose(discounted_returns(rewards, discount), expected, rtol=1e-9, atol=1e-9)
+
+
+LEVELS = st.sampled_from(["none", "batch", "group"])
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    discount=st.sampled_from([0.0, 0.5, 1.0]),
+    mean=LEVELS,
+    std=LEVELS,
+    leave_one_out=st.booleans(),
+)
+def test_credit_by_turn_is_that_of_the_steps_spelled_out(seed, discount, mean, std, leave_one_out):
+    made = trajectories(2, 3, seed=seed)
+    section = AdvantageConfig(mean=mean, std=std, leave_one_out=leave_one_out and mean != "none")
+    config = TrainerConfig(turn_discount=discount, advantage=section, reward_scale=2.0, reward_bias=0.5)
+    flat, owners, turn_of = [], [], []
+    for i, s in enumerate(made):
+        turns, at = [], []  # what each earned, and the turn of each token
+        ends = set(ends_of_turns(s).tolist())
+        for t in range(len(s.tokens)):
+            if t == 0 or t - 1 in ends:
+                turns.append(0.0)
+            turns[-1] += 0.0 if s.token_rewards is None else 2.0 * float(s.token_rewards[t])
+            at.append(len(turns) - 1)
+        turns[-1] += 2.0 * (s.reward + 0.5)
+        for k in range(len(turns)):
+            flat.append(sum(discount ** (j - k) * turns[j] for j in range(k, len(turns))))
+            owners.append(i)
+        turn_of.append(at)
+    groups = [made[i].group_id for i in owners]
+    expected = normalised(flat, groups, mean, std, section.leave_one_out, section.eps, owners)
+    for i, (s, ours) in enumerate(zip(made, assign(made, config).advantages, strict=True)):
+        of_turns = [a for a, owner in zip(expected, owners, strict=True) if owner == i]
+        theirs = [of_turns[k] for k, trained in zip(turn_of[i], s.loss_mask, strict=True) if trained]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_of_one_turn_each_a_discount_by_turn_changes_nothing():
+    plain = assign(samples(), TrainerConfig())
+    whole = [replace(s, versions=np.zeros(len(s.tokens), np.int32)) for s in samples()]
+    by_turn = assign(whole, TrainerConfig(turn_discount=0.5))
+    for one, other in zip(plain.advantages, by_turn.advantages, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": "ppo"},
+        {"gae_lambda": 0.9},
+        {"loss": "gspo"},
+        {"reference": "initial", "kl": {"coef": 0.1, "place": "reward"}},
+        {"advantage": {"function": "mine.py:advantages"}},
+    ],
+    ids=str,
+)
+def test_a_discount_by_turn_is_refused_beside_what_it_has_no_part_in(change):
+    with pytest.raises(ValueError, match=r"turn_discount 0\.5 with"):
+        TrainerConfig(turn_discount=0.5, **change)
+
+
+# ---- from the log
+
+
+def test_a_rollout_is_trained_where_the_model_made_it_and_it_is_young_enough():
+    rollout = Rollout(
+        group_id=1, index=2, group_size=4, prompt="?", task={}, finish="stop", text="", prompt_tokens=[1, 2, 3],
+        tokens=[4, 5, 6, 7, 8], logprobs=[-1, 0, 0, -1, -1], segments=[(3, 3), (5, 2)], observations=[1, 2],
+        sequences=[1, 4, 2, 1],
+    )  # fmt: skip
+    s = train_sample(rollout, np.array([False, False, True, True, True]), np.array([3, 3, 3, 5, 5]), 1.0)
+    assert s.loss_mask.tolist() == [False, False, False, True, True]
+    assert s.versions is not None
+    assert s.versions.tolist() == [3, -1, -1, 5, 5]
+    assert s.turn_ends.tolist() == [0, 3, 4]
