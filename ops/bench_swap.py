@@ -28,7 +28,7 @@ from schemas import UserError, WeightVersion
 if TYPE_CHECKING:
     from actors.rollout.threaded import ThreadedEngine
 
-DTYPE = "bfloat16"
+PUBLISHED = "bfloat16"
 LOOK_S = 0.002  # between two looks at the number of tokens
 WARM_S = 3.0
 PROMPT_TOKENS = 16
@@ -47,7 +47,7 @@ class Swap:
 
 
 async def bench_swap(
-    model: Path | None, updates: int, slots: int, on_update: str, seconds: float, out: Path | None
+    model: Path | None, updates: int, slots: int, on_update: str, dtype: str, seconds: float, out: Path | None
 ) -> int:
     """Measure, print the table, write it to `out`. Raises `UserError` if a worker fails, or there is one core only."""
     cores = sorted(os.sched_getaffinity(0))
@@ -63,7 +63,7 @@ async def bench_swap(
             model = smollm2(place / "model")
         say(f"publishing {updates} versions")
         _publish_versions(model, place, updates)
-        spec = {"model": str(model), "slots": slots, "on_update": on_update, "seconds": seconds}
+        spec = {"model": str(model), "slots": slots, "on_update": on_update, "dtype": dtype, "seconds": seconds}
         (place / "spec.json").write_text(json.dumps(spec))
         arguments = ("ops.bench_swap", folder)
         taking = command((*arguments, "takes", str(cores[0])), place / "takes.txt")
@@ -72,20 +72,19 @@ async def bench_swap(
         await asyncio.gather(taking, watched)
         swaps = [Swap(**swap) for swap in json.loads((place / "takes.json").read_text())]
         rates: dict[str, float] = json.loads((place / "watched.json").read_text())
-    publish(report(swaps, rates, str(model), slots, on_update, machine), out)
+    publish(report(swaps, rates, spec, machine), out)
     return 0
 
 
-def report(
-    swaps: Sequence[Swap], rates: Mapping[str, float], model: str, slots: int, on_update: str, machine: str
-) -> str:
+def report(swaps: Sequence[Swap], rates: Mapping[str, float], spec: Mapping[str, Any], machine: str) -> str:
     """The result as Markdown."""
     lines = [
         "# What new weights cost their workers",
         "",
         f"`rollstream bench swap` on {machine}.",
         "",
-        f"{Path(model).name} in {DTYPE}, {slots} sequences at once, on_update {on_update}. A worker is down from the "
+        f"{Path(spec['model']).name} in {spec['dtype']}, published in {PUBLISHED}, {spec['slots']} sequences at once, "
+        f"on_update {spec['on_update']}. A worker is down from the "
         "last token under the old weights to the first under the new ones, less a usual step. Reading and loading are "
         "those of the same version by a worker that decodes nothing.",
         "",
@@ -111,7 +110,7 @@ def _publish_versions(model: Path, place: Path, updates: int) -> None:
 
     from ops.host import weights_folder
 
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, DTYPE)).state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, PUBLISHED)).state_dict()
     writer = WeightWriter(WeightStore(weights_folder(place)), full_every=updates + 1, delta=True)
     generator = torch.Generator().manual_seed(0)
     before, events = None, []
@@ -145,7 +144,7 @@ class _Worker:
         from actors.rollout.threaded import ThreadedEngine
         from actors.rollout.torch_engine import Decoder
 
-        config = RolloutConfig(slots=self.spec["slots"], on_update=self.spec["on_update"], dtype=DTYPE)
+        config = RolloutConfig(slots=self.spec["slots"], on_update=self.spec["on_update"], dtype=self.spec["dtype"])
         return ThreadedEngine(Decoder.from_pretrained(self.spec["model"], config, version=0))
 
     def reader(self, name: str) -> WeightReader:
@@ -230,7 +229,7 @@ async def _at_rest(worker: _Worker, version: int) -> tuple[float, float]:
 
     reader = worker.reader("at rest")
     path = (await reader.fetch(worker.events[version])).path  # made of deltas; what is timed is reading it in full
-    config = RolloutConfig(slots=1, dtype=DTYPE)
+    config = RolloutConfig(slots=1, dtype=worker.spec["dtype"])
     decoder = Decoder.from_pretrained(worker.spec["model"], config, version=-1)
     began = time.monotonic()
     assert (await reader.fetch(worker.events[version])).path == path

@@ -206,6 +206,9 @@ def bench_swap(
     on_update: Annotated[
         Literal["recompute", "keep"], typer.Option("--on-update", help="Keep the KV cache, or rebuild it.")
     ] = "keep",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option("--dtype", help="Of the workers' weights.")
+    ] = "float32",
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="Of each phase in which one is watched.")] = 20.0,
     out: ReportFile = None,
 ) -> None:
@@ -218,4 +221,4 @@ def bench_swap(
     """
     from ops import bench_swap as command
 
-    finish(command.bench_swap(model, updates, slots, on_update, seconds, out))
+    finish(command.bench_swap(model, updates, slots, on_update, dtype, seconds, out))
