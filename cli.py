@@ -88,7 +88,8 @@ def run(
 @app.command()
 def up(
     role: Annotated[
-        Literal["controller", "rollout", "reward", "trainer", "evaluator"], typer.Argument(help="What to add.")
+        Literal["controller", "rollout", "reward", "episode", "trainer", "evaluator"],
+        typer.Argument(help="What to add."),
     ],
     run_folder: Annotated[str | None, typer.Option("--run", help="The run's folder or name, on this machine.")] = None,
     nats: NatsUrl = None,

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-Role: TypeAlias = Literal["controller", "rollout", "reward", "trainer", "evaluator"]
+Role: TypeAlias = Literal["controller", "rollout", "reward", "episode", "trainer", "evaluator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 KNOW_THEIR_END: tuple[Role, ...] = ("trainer", "evaluator")
 RECONNECT_S = 0.2
@@ -247,6 +247,7 @@ def _actor(role: Role) -> Callable[[Bus, Recipe, ProcessSpec, str], Any]:
         "controller": _controller,
         "rollout": _rollout,
         "reward": _reward,
+        "episode": _episode,
         "trainer": _trainer,
         "evaluator": _evaluator,
     }[role]
@@ -274,6 +275,23 @@ def _reward(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     return RewardWorker(bus, recipe.reward, pool, name)
 
 
+def _episode(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
+    config = recipe.episode
+    if config is None:
+        raise UserError("The run has no episodes.", "Add a section episode: to its recipe.")
+
+    def build() -> Any:
+        from actors.episode.actor import EpisodeWorker
+        from actors.episode.builtin import load_episode
+        from ops.text import HfTokenizer
+
+        function = load_episode(config, recipe.reward, recipe.base)
+        tokenizer = HfTokenizer(str(initial_model(spec.folder)), recipe.data.template_options)
+        return EpisodeWorker(bus, config, function, tokenizer, recipe.rollout.max_new_tokens, name)
+
+    return _Lazy(build)
+
+
 def _early_stop(recipe: Recipe, decode: Callable[[Sequence[int]], str]) -> Any:
     from actors.functions import load_function
     from actors.rollout.early_stop import EarlyStop
@@ -299,7 +317,17 @@ def _rollout(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         stop_ids = tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(path).eos_token_id)
         weights = reader_of(bus, recipe, spec.folder)
         early = _early_stop(recipe, tokenizer.decode)
-        return RolloutWorker(bus, recipe.rollout, engine, tokenizer, stop_ids, weights, name, early)
+        return RolloutWorker(
+            bus,
+            recipe.rollout,
+            engine,
+            tokenizer,
+            stop_ids,
+            weights,
+            name,
+            early,
+            turns=recipe.episode is not None,
+        )
 
     return _Lazy(build)
 

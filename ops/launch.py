@@ -164,6 +164,8 @@ async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int
             f"The run {where.run} evaluates only its first version and its last, and its launcher does that.",
             "Continue it with --resume and evaluation.every=10, or another number of versions.",
         )
+    if role == "episode" and recipe.episode is None:
+        raise UserError(f"The run {where.run} has no episodes.", "Its recipe needs a section episode: for that.")
     where = dataclasses.replace(where, folder=await folder_here(bus, recipe, where.folder, role))
     tag = name or f"{socket.gethostname()}-{secrets.token_hex(2)}"
     heavy = role in ("rollout", "trainer", "evaluator")

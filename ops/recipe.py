@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import ErrorDetails
 
 from actors.controller.config import ControllerConfig
+from actors.episode.config import EpisodeConfig
 from actors.evaluator.config import EvaluationConfig
 from actors.reward.config import RewardConfig
 from actors.rollout.config import RolloutConfig
@@ -71,6 +72,7 @@ class Recipe(Config):
     reward: RewardConfig = RewardConfig()
     controller: ControllerConfig = ControllerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    episode: EpisodeConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -82,6 +82,8 @@ async def scale(bus: Bus, workers: Mapping[Role, int], answer_s: float = ANSWER_
         raise UserError(
             f"The run {bus.run} has ended: all {recipe.steps} steps are done.", "Resume it with more steps."
         )
+    if "episode" in workers and recipe.episode is None:
+        raise UserError(f"The run {bus.run} has no episodes.", "Scale rollout or reward.")
     for role, count in workers.items():
         if count < fewest(recipe, role):
             raise UserError(

@@ -61,8 +61,39 @@ class HfTokenizer:
         """Whether chat messages can be encoded."""
         return self._tokenizer.chat_template is not None
 
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Chat messages as text by the model's chat template, ready for the answer; `tools` in OpenAI's format.
+
+        Raises `UserError` if there is no template, or it refuses them.
+        """
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"An episode holds a chat, but the tokenizer of {self._path} has no chat template.",
+                "Use a chat model, name a template in data.chat_template, or let the data's `prompt` be text.",
+            )
+        conversation: Any = list(messages)
+        told: Any = list(tools) or None
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation,
+                tools=told,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_options,
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise UserError(
+                f"The chat template of {self._path} fails: {' '.join(str(error).split())}.",
+                "Correct the messages, data.template_options or data.chat_template.",
+            ) from error
+        return str(text)
+
+    def spelling(self, token: int) -> str:
+        """A token as text; special ones too."""
+        return self._decoded([token])
+
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a bare text, without special tokens."""
+        """Token ids of a bare text; no special token is added, those that stand in it are taken as such."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from schemas import Batch, Evaluation, StepDone
 
 SILENT_AFTER_S = 5.0  # beats come every second
 RATE_WINDOW_S = 10.0
-ROLES = ("controller", "rollout", "reward", "trainer", "evaluator", "nats", "launcher")
+ROLES = ("controller", "episode", "rollout", "reward", "trainer", "evaluator", "nats", "launcher")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

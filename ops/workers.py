@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-SCALABLE: tuple[Role, ...] = ("rollout", "reward")
+SCALABLE: tuple[Role, ...] = ("rollout", "reward", "episode")
 LOOK_EVERY_S = 0.25
 READ_S = 30.0
 
 
 def recipe_workers(recipe: Recipe) -> dict[Role, int]:
     """The numbers of workers that a recipe asks for."""
-    return {"rollout": recipe.rollout.workers, "reward": recipe.reward.workers}
+    workers: dict[Role, int] = {"rollout": recipe.rollout.workers, "reward": recipe.reward.workers}
+    return workers | ({"episode": recipe.episode.workers} if recipe.episode is not None else {})
 
 
 def fewest(recipe: Recipe, role: Role) -> int:
@@ -58,6 +59,8 @@ def specs(recipe: Recipe, where: Where, workers: Mapping[Role, int] | None = Non
         processes = [(light[0],)]
         alone.extend(("reward", f"reward-{i}") for i in range(wanted["reward"]))
     alone.extend(("rollout", f"rollout-{i}") for i in range(wanted["rollout"]))
+    if recipe.episode is not None:
+        alone.extend(("episode", f"episode-{i}") for i in range(wanted["episode"]))
     if recipe.evaluation.every and recipe.evaluation.count:
         alone.extend(("evaluator", f"evaluator-{i}") for i in range(recipe.evaluation.workers))
     text = recipe.to_yaml()

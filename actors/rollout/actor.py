@@ -1,4 +1,4 @@
-"""The rollout worker on the bus: prompts in, finished samples out, new weights in between.
+"""The rollout worker on the bus: prompts in, finished samples out, new weights in between; or turns in, answers out.
 
 It holds no state that the log lacks. On a stop it hands its unfinished samples over: `Partial`s are stored, the prompts
 go back at once, and whoever gets them continues from there, token for token on the same random stream.
@@ -12,20 +12,21 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import structlog
 
 from actors import clock
+from actors.ended import Ended
 from actors.gauges import Gauges
 from actors.rollout.config import RolloutConfig
 from actors.rollout.early_stop import EarlyStop, Guard
-from actors.rollout.engine import Engine, EngineError, Generation, Request, Sampling, WeightsError
+from actors.rollout.engine import Engine, EngineError, Request, Sampling, WeightsError
+from actors.rollout.turns import Made, name_of, partial_of, prefix_of, refusal_of, result_of, sampling_of
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, Rejected, Retry, serve
-from bus.table import PARTIALS, ROLLOUT_WORKERS, WEIGHTS
+from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS
 from bus.weights import Local
 from bus.weights import WeightsError as CannotBeHad
-from schemas import Message, Partial, Prompt, Rollout, WeightVersion, parse_sample_id
+from schemas import Message, Partial, Prompt, Turn, WeightVersion
 
 log = structlog.get_logger()
 
@@ -55,7 +56,7 @@ class WeightsPort(Protocol):
 
 
 class RolloutWorker:
-    """Serves prompts with one engine, under the weights that `weights` gets."""
+    """Serves prompts with one engine, under the weights that `weights` gets; with `turns`, the turns of episodes."""
 
     def __init__(
         self,
@@ -67,11 +68,13 @@ class RolloutWorker:
         weights: WeightsPort,
         name: str,
         early_stop: EarlyStop | None = None,
+        turns: bool = False,
     ) -> None:
         self.bus = bus
         self.config = config
         self.engine = engine
         self._guard = Guard(engine, early_stop) if early_stop is not None else None
+        self._ended = Ended(bus) if turns else None
         self.weights = weights
         self.name = name
         self.decode = tokenizer.decode
@@ -89,6 +92,7 @@ class RolloutWorker:
         self._busy_s = 0.0
         self._swaps = 0
         self._without_version = 0  # prompts that wait for weights
+        self._fed_by = "turns" if turns else "prompts"
         self._refused = -1  # the newest version that could not be had
         self.gauges = Gauges(bus, name, "rollout", self._read_gauges)
 
@@ -104,8 +108,11 @@ class RolloutWorker:
                 helpers.append(asyncio.create_task(self._guard.watch(), name=f"{self.name} gives hopeless ones up"))
             if self.config.partial_every:
                 helpers.append(asyncio.create_task(self._save_partials(), name=f"{self.name} saves partials"))
+            if self._ended is not None:
+                helpers.append(asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"))
+            consumer = TURN_WORKERS if self._ended is not None else ROLLOUT_WORKERS
             serving = asyncio.create_task(
-                serve(self.bus, ROLLOUT_WORKERS, self._handle, room=lambda: room, stop=stop, name=self.name)
+                serve(self.bus, consumer, self._handle, room=lambda: room, stop=stop, name=self.name)
             )
             stopping = asyncio.create_task(stop.wait())
             failing = asyncio.create_task(self.engine.failed(), name=f"{self.name} watches its engine")
@@ -130,14 +137,25 @@ class RolloutWorker:
                 self.weights.close()
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
-        assert isinstance(message, Prompt)
+        assert isinstance(message, Prompt | Turn)
+        if self._ended is None:
+            return await self._generated(message, delivery)
+        if delivery.deliveries > 1 and await self.bus.last(ANSWERS, message.id) is not None:
+            return []  # only the acknowledgement was lost
+        return await self._ended.unless(message.sample_id, self._generated(message, delivery)) or []
+
+    async def _generated(self, message: Prompt | Turn, delivery: Delivery) -> Sequence[Message] | HandBack:
         arrived = clock.monotonic_s()
         await self._have_version(message.min_version)
-        resumed = await self._partial(message) if delivery.deliveries > 1 else None
+        name = name_of(message)
+        resumed = await self._partial(name) if delivery.deliveries > 1 else None
         try:
-            prompt_tokens = self._encode(message.prompt)
-            prefix = _prefix(message, prompt_tokens, resumed) if resumed else None
-            request = Request(message.sample_id, prompt_tokens, self.sampling, message.seed, prefix)
+            if isinstance(message, Turn):
+                prompt_tokens = tuple(message.prompt_tokens.tolist())
+            else:
+                prompt_tokens = self._encode(message.prompt)
+            prefix = prefix_of(name, prompt_tokens, resumed) if resumed else None
+            request = Request(name, prompt_tokens, sampling_of(message, self.sampling), message.seed, prefix)
             if self._guard is None:
                 generation, cut, saved = await self.engine.generate(request), None, 0
             else:
@@ -145,31 +163,17 @@ class RolloutWorker:
         except (EngineError, ValueError) as error:
             if isinstance(error, EngineError) and not isinstance(error, ValueError):
                 raise
+            if isinstance(message, Turn):  # the episode decides what that means for it
+                return [refusal_of(message, error, self.name)]
             raise Rejected(f"the prompt cannot be generated from: {error}", drop="bad_prompt") from error
         if generation.finish is None:
-            return HandBack([_partial_of(generation, self.name)] if generation.tokens else [])
-        self._saved.pop(message.sample_id, None)
+            return HandBack([partial_of(generation, self.name)] if generation.tokens else [])
+        self._saved.pop(name, None)
         self._finished += 1
-        return [
-            Rollout(
-                group_id=message.group_id,
-                index=message.index,
-                group_size=message.group_size,
-                prompt=message.prompt,
-                task=message.task,
-                prompt_tokens=np.array(generation.prompt_tokens, "<i4"),
-                tokens=np.array(generation.tokens, "<i4"),
-                logprobs=np.array(generation.logprobs, "<f4"),
-                segments=generation.segments,
-                finish=generation.finish,
-                text=self.decode(generation.tokens),
-                worker=self.name,
-                seconds=clock.monotonic_s() - arrived,
-                resumed=delivery.deliveries - 1 if resumed else 0,
-                stopped=cut.reason if cut is not None else "",
-                saved=saved,
-            )
-        ]
+        text = self.decode(generation.tokens)
+        handed_over = delivery.deliveries - 1 if resumed else 0
+        seconds = clock.monotonic_s() - arrived
+        return [result_of(message, Made(generation, text, self.name, seconds, handed_over, cut, saved))]
 
     async def _have_version(self, version: int) -> None:
         if self.engine.version >= version:
@@ -184,8 +188,8 @@ class RolloutWorker:
         finally:
             self._without_version -= 1
 
-    async def _partial(self, prompt: Prompt) -> Partial | None:
-        entry = await self.bus.last(PARTIALS, prompt.sample_id)
+    async def _partial(self, name: str) -> Partial | None:
+        entry = await self.bus.last(PARTIALS, name)
         if entry is None:
             return None
         message = entry.message()
@@ -252,7 +256,7 @@ class RolloutWorker:
                 saved = self._saved.get(generation.sample_id, 0)
                 if len(generation.tokens) - saved >= self.config.partial_every:
                     self._saved[generation.sample_id] = len(generation.tokens)
-                    await self.bus.publish(_partial_of(generation, self.name))
+                    await self.bus.publish(partial_of(generation, self.name))
 
     def _read_gauges(self) -> dict[str, Any]:
         stats = self.engine.stats()
@@ -273,7 +277,7 @@ class RolloutWorker:
             "swapping_s": round(stats.swapping_s, 3),
             "idle_share": round(max(0.0, 1.0 - busy / self.gauges.span_s), 3),
             "idle_s": round(max(0.0, self.gauges.alive_s - stats.busy_s - stats.swapping_s), 3),
-            "idle_why": "" if stats.running else "weights" if self._without_version else "prompts",
+            "idle_why": "" if stats.running else "weights" if self._without_version else self._fed_by,
         }
 
 
@@ -285,27 +289,3 @@ def _memoised(encode: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple
         return encode(json.loads(text))
 
     return lambda prompt: by_text(json.dumps(prompt))
-
-
-def _prefix(prompt: Prompt, prompt_tokens: tuple[int, ...], partial: Partial) -> Generation:
-    return Generation(
-        sample_id=prompt.sample_id,
-        prompt_tokens=prompt_tokens,
-        tokens=tuple(partial.tokens.tolist()),
-        logprobs=tuple(partial.logprobs.tolist()),
-        segments=partial.segments,
-        finish=None,
-    )
-
-
-def _partial_of(generation: Generation, worker: str) -> Partial:
-    sample = parse_sample_id(generation.sample_id)
-    assert sample is not None
-    return Partial(
-        group_id=sample[0],
-        index=sample[1],
-        tokens=np.array(generation.tokens, "<i4"),
-        logprobs=np.array(generation.logprobs, "<f4"),
-        segments=generation.segments,
-        worker=worker,
-    )

@@ -1,0 +1,248 @@
+"""The episode worker on the bus: prompts in, the turns of their episodes out and back, whole rollouts out.
+
+It holds no state that the log lacks. When it is killed its prompts go to another worker, which runs their episodes from
+the start; what they ask again is answered from the log at once, so they are soon where they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from actors import clock
+from actors.ended import Ended
+from actors.episode.builtin import Episode
+from actors.episode.config import EpisodeConfig
+from actors.episode.conversation import Tokenizer
+from actors.episode.exchange import Exchange
+from actors.episode.policy import Bound, Policy
+from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
+from actors.gauges import Gauges
+from bus.port import Bus, Delivery
+from bus.shell import HandBack, serve
+from bus.table import ROLLOUT_WORKERS
+from schemas import Dropped, DropReason, MalformedMessage, Message, Prompt, UserError
+
+log = structlog.get_logger()
+
+RETRY_S = 0.2  # before a function that failed is tried again
+FAILURES_MAX = 8  # in a row, before any success: then the function as a whole is held to be broken
+DETAIL_CHARS_MAX = 4000
+
+
+class EpisodeWorker:
+    """Runs an episode function for each prompt.
+
+    One that is not replayable begins anew after a crash, without its old answers. `max_new_tokens` is the recipe's
+    bound of one answer.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: EpisodeConfig,
+        function: Episode,
+        tokenizer: Tokenizer,
+        max_new_tokens: int,
+        name: str,
+    ) -> None:
+        self.bus = bus
+        self.config = config
+        self.name = name
+        self._function = function
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._replayable = function.replayable
+        self._exchange = Exchange(bus)
+        self._ended = Ended(bus)
+        self._leaving: asyncio.Future[None] | None = None
+        self._running = 0
+        self._finished = 0
+        self._cut = 0
+        self._failed = 0
+        self._in_a_row = 0
+        self._turns = 0
+        self._reused = 0
+        self.gauges = Gauges(bus, name, "episode", self._read_gauges)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`; then give back what is unfinished. Raises `UserError` if the function is broken."""
+        self._leaving = asyncio.get_running_loop().create_future()
+        await self._exchange.start()
+        await self._function.start()
+        async with self.gauges.beating():
+            self.gauges.pause("prompts")
+            helpers = [
+                asyncio.create_task(self._exchange.follow(), name=f"{self.name} hears answers"),
+                asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"),
+            ]
+            serving = asyncio.create_task(
+                serve(
+                    self.bus, ROLLOUT_WORKERS, self._handle, room=lambda: self.config.at_once, stop=stop, name=self.name
+                )
+            )
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait([serving, stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+                for helper in helpers:
+                    if helper.done():
+                        helper.result()  # follows for ever, so it failed
+                if not self._leaving.done():
+                    self._leaving.set_result(None)
+                await serving
+            finally:
+                for task in (serving, stopping, *helpers):
+                    task.cancel()
+                await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
+                await self._function.close()
+
+    async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
+        assert isinstance(message, Prompt)
+        assert self._leaving is not None
+        if self._running == 0:
+            self.gauges.resume()
+        self._running += 1
+        work = asyncio.ensure_future(self._ended.unless(message.sample_id, self._episode(message, delivery)))
+        try:
+            either: tuple[asyncio.Future[Any], ...] = (work, self._leaving)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return HandBack()
+            outcome = work.result()
+            return [outcome] if outcome is not None else []  # None: the sample has ended otherwise
+        finally:
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+            self._running -= 1
+            if self._running == 0:
+                self.gauges.pause("prompts")
+
+    async def _episode(self, prompt: Prompt, delivery: Delivery) -> Message:
+        """The rollout of a prompt, or why there is none."""
+        arrived_s = clock.monotonic_s()
+        again = delivery.deliveries - 1
+        tries = self.config.retries + 1
+        failure = ""
+        deadline = asyncio.timeout(self.config.timeout_s)
+        try:
+            async with deadline:
+                for retry in range(tries):
+                    attempt = 0 if self._replayable else again * tries + retry
+                    policy = Policy(prompt, self._exchange, self._tokenizer, self.config, self._max_new_tokens, attempt)
+                    try:
+                        trajectory = await self._trajectory(prompt, policy)
+                        rollout = rollout_of(
+                            prompt,
+                            trajectory,
+                            per_turn=self.config.samples == "turn",
+                            worker=self.name,
+                            seconds=clock.monotonic_s() - arrived_s,
+                            resumed=again,
+                        )
+                    except UserError:
+                        raise
+                    except EmptyTrajectory as error:
+                        return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
+                    except Exception as error:
+                        failure = _told(error)
+                        log.warning(
+                            "episode_failed", worker=self.name, sample=prompt.sample_id, attempt=retry, error=failure
+                        )
+                        self._tell(prompt, policy, again)
+                        await self._broken(failure)
+                        if retry + 1 < tries:
+                            await asyncio.sleep(RETRY_S)
+                        continue
+                    self._tell(prompt, policy, again)
+                    self._finished += 1
+                    self._in_a_row = 0
+                    return rollout
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return self._dropped(prompt, policy, "timeout", f"longer than episode.timeout_s {self.config.timeout_s:g}")
+        return self._dropped(prompt, policy, "error", failure)
+
+    async def _trajectory(self, prompt: Prompt, policy: Policy) -> Trajectory:
+        """What the function made of the prompt. One that comes to its bounds is cut."""
+        try:
+            outcome = await self._function.run(prompt, policy)
+        except Bound as bound:
+            self._cut += 1
+            log.info("episode_cut", worker=self.name, sample=prompt.sample_id, reason=str(bound))
+            if not policy.said:
+                raise EmptyTrajectory(str(bound)) from None
+            return policy.trajectory(finish="length")
+        if isinstance(outcome, Trajectory):
+            return outcome
+        if outcome is None or (isinstance(outcome, int | float) and not isinstance(outcome, bool)):
+            return policy.trajectory(reward=None if outcome is None else float(outcome))
+        raise TypeError(f"an episode returns a Trajectory, a reward or None, not {type(outcome).__name__}")
+
+    def _tell(self, prompt: Prompt, policy: Policy, again: int) -> None:
+        """What became of an episode that had begun before."""
+        self._turns += len(policy.said)
+        self._reused += policy.log.reused
+        if not again:
+            return
+        known = log.bind(worker=self.name, sample=prompt.sample_id)
+        if not self._replayable:
+            known.info("episode_restarted", turn=0, reason="its tools cannot be repeated")
+        elif policy.log.diverged is not None:
+            known.info(
+                "episode_restarted",
+                turn=policy.log.diverged,
+                reason="it asked something else than before",
+                turns_reused=policy.log.reused,
+            )
+        else:
+            known.info("episode_resumed", turns_reused=policy.log.reused)
+
+    async def _broken(self, failure: str) -> None:
+        """Raises `UserError` once the function has failed again and again and never succeeded."""
+        self._failed += 1
+        self._in_a_row += 1
+        if self._in_a_row >= FAILURES_MAX and not self._finished:
+            raise UserError(
+                f"The episode function {self.config.function} failed {self._in_a_row} times in a row: {failure}.",
+                "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept.",
+            )
+
+    def _dropped(self, prompt: Prompt, policy: Policy, reason: DropReason, detail: str) -> Dropped:
+        tokens = sum(len(said.answer.tokens) for said in policy.said)
+        log.warning("episode_dropped", worker=self.name, sample=prompt.sample_id, reason=reason, detail=detail)
+        return Dropped(
+            group_id=prompt.group_id,
+            index=prompt.index,
+            reason=reason,
+            tokens=tokens,
+            detail=f"episode: {detail}"[:DETAIL_CHARS_MAX],
+        )
+
+    def _read_gauges(self) -> dict[str, Any]:
+        return {
+            "running": self._running,
+            "waiting": self._exchange.waiting,
+            "finished": self._finished,
+            "turns": self._turns,
+            "reused_turns": self._reused,
+            "cut": self._cut,
+            "failed": self._failed,
+        }
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, with the line of the user's file if it is known."""
+    if isinstance(error, MalformedMessage):
+        return f"its trajectory cannot be stored: {error}"
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = f" ({last.tb_frame.f_code.co_filename}, line {last.tb_lineno})" if last is not None else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,126 @@
+"""Conversations whose tokens are exactly those that the model said and was told.
+
+Each prompt is the tokens before it and behind them the template's glue: what the chat template puts between an answer
+and the next one, new messages included. The glue is found by rendering the whole conversation and taking what stands
+behind the last answer. Where a template rewrites what was said, such as one that drops the thinking of earlier turns,
+the prompt is rendered anew, and the trajectory begins another sequence there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from actors.episode.tool_calls import ToolCall, parse_tool_calls
+from schemas import Answer, Finish
+
+if TYPE_CHECKING:
+    from actors.episode.policy import Policy
+
+Message: TypeAlias = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What a conversation needs of a tokenizer; `ops.text.HfTokenizer` is it."""
+
+    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
+        """Token ids of a text that begins a conversation, as it stands."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text; nothing is added, special tokens in it are taken as such."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Chat messages as text, by the model's chat template, ready for the answer."""
+
+    def spelling(self, token: int) -> str:
+        """A token as text; special ones too."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said. `text` is without special tokens; `tool_calls` stand in it in the common format."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: Finish
+    answer: Answer
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in the text, in order, malformed ones too."""
+        return parse_tool_calls(self.text)
+
+
+class Conversation:
+    """Begins with a prompt: text, to which everything is appended as text; or chat messages, by the template.
+
+    `tokens` are all tokens so far, `messages` what was said after the prompt.
+    """
+
+    def __init__(
+        self, policy: Policy, tokenizer: Tokenizer, prompt: str | Sequence[Message], tools: Sequence[Message] = ()
+    ) -> None:
+        self.messages: list[Message] = []
+        self.tokens: tuple[int, ...] = ()
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._tools = tools
+        self._told = ""  # the rendered conversation that the last answer is the answer to
+        self._reply: Reply | None = None
+
+    async def ask(
+        self,
+        said: str | Message | Sequence[Message] = (),
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Tell the model something, a user's text or messages, and let it answer. The first time it has the prompt.
+
+        Raises `Bound` as `Policy.generate`; what was told then stays told.
+        """
+        self.tell(said)
+        [answer] = await self._policy.generate(self.tokens, max_new_tokens=max_new_tokens, stop=stop)
+        reply = Reply(answer.text, tuple(answer.tokens.tolist()), answer.finish, answer)
+        self.tokens += reply.tokens
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self._reply = reply
+        return reply
+
+    def tell(self, said: str | Message | Sequence[Message] = ()) -> None:
+        """Append messages to the tokens. Once between two answers."""
+        new = messages_of(said)
+        if isinstance(self._prompt, str):
+            if not self.tokens:
+                self.tokens = self._tokenizer.encode_prompt(self._prompt)
+            for message in new:
+                self.tokens += self._tokenizer.encode(str(message["content"]))
+        else:
+            told = self._tokenizer.render([*self._prompt, *self.messages, *new], self._tools)
+            glue = self._glue(told)
+            self.tokens = self._tokenizer.encode(told) if glue is None else self.tokens + self._tokenizer.encode(glue)
+            self._told = told
+        self.messages.extend(new)
+
+    def _glue(self, told: str) -> str | None:
+        """What stands behind the last answer in the rendered conversation; None if that does not go on from it."""
+        if self._reply is None or not told.startswith(self._told):
+            return None
+        rest, said = told[len(self._told) :], self._reply.text
+        if not rest.startswith(said):  # many templates trim what was said
+            rest, said = rest.lstrip(), said.strip()
+            if not rest.startswith(said):
+                return None
+        rest = rest[len(said) :]
+        end = self._tokenizer.spelling(self._reply.tokens[-1]) if self._reply.tokens else ""
+        # The model ended its turn as the template does, or it was cut, and the template ends it.
+        return rest.removeprefix(end) if self._reply.finish == "stop" and end else rest
+
+
+def messages_of(said: str | Message | Sequence[Message]) -> list[Message]:
+    """Messages of what a person writes: a text is a user's."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    return [dict(said)] if isinstance(said, dict) else [dict(message) for message in said]

@@ -1,0 +1,75 @@
+"""Turns out, answers in: how episodes ask the model over the log.
+
+An answer that stands in the log already is taken from there: an episode that runs again after its worker was killed is
+answered at once as far as it asks the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+
+from bus.port import Bus
+from bus.table import ANSWERS, TURNS
+from schemas import Answer, MalformedMessage, Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer; `reused`: it stood in the log. `elsewhere`: at its place the log had a turn that asked otherwise."""
+
+    answer: Answer
+    reused: bool
+    elsewhere: bool
+
+
+class Exchange:
+    """One for a process. `start` and then `follow` must run beside whoever asks."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._from = 1
+        self._waiting: defaultdict[str, list[asyncio.Future[Answer]]] = defaultdict(list)
+
+    @property
+    def waiting(self) -> int:
+        """Turns that are waited for."""
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        """Note where the answers end now: what comes behind is heard, what stands before is looked up."""
+        self._from = (await self._bus.info(ANSWERS)).last_seq + 1
+
+    async def follow(self) -> None:
+        """Hear the answers, for ever."""
+        async for entry in self._bus.read(ANSWERS, self._from):
+            if entry.id not in self._waiting:
+                continue
+            try:
+                answer = entry.message()
+            except MalformedMessage:
+                continue
+            assert isinstance(answer, Answer)
+            for future in self._waiting.pop(entry.id, ()):
+                if not future.done():
+                    future.set_result(answer)
+
+    async def ask(self, turn: Turn) -> Answered:
+        """The answer to a turn, from the log or from a rollout worker. Waits as long as that takes."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[turn.id].append(future)
+        try:
+            known = await self._bus.last(ANSWERS, turn.id)
+            if known is not None:
+                answer = known.message()
+                assert isinstance(answer, Answer)
+                return Answered(answer, True, False)
+            other = await self._bus.last(TURNS, turn.place)
+            await self._bus.publish(turn)
+            return Answered(await future, False, other is not None and other.id != turn.id)
+        finally:
+            if future in (left := self._waiting.get(turn.id, [])):
+                left.remove(future)
+            if not left:
+                self._waiting.pop(turn.id, None)

@@ -1,0 +1,38 @@
+"""The common format of tool calls in text: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALLS_MAX = 32  # in one answer; the rest is ignored
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. With an `error` the text was no call, and the model is told so."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls in an answer, in order, malformed ones with their error."""
+    return [_parsed(found[1]) for found in _CALL.finditer(text)][:CALLS_MAX]
+
+
+def _parsed(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"the tool call is not JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", {}, 'a tool call is {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, "the arguments of a tool call are a map by name")
+    return ToolCall(call["name"], arguments)
