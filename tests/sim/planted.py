@@ -130,25 +130,26 @@ BUGS = (
     # The rollout workers.
     Bug(
         "all tokens are tagged with the version at the end",
-        "actors.rollout.actor:RolloutWorker._handle",
-        "segments=generation.segments",
-        "segments=((self.engine.version, len(generation.tokens)),)",
+        "actors.rollout.actor:RolloutWorker._generated",
+        "Made(generation, ",
+        "Made(type(generation)(name, prompt_tokens, generation.tokens, generation.logprobs, "
+        "((self.engine.version, len(generation.tokens)),), generation.finish), ",
     ),
     Bug(
         "a continued sample forgets which versions made its prefix",
-        "actors.rollout.actor:_prefix",
+        "actors.rollout.turns:prefix_of",
         "segments=partial.segments",
         "segments=((partial.segments[-1][0], len(partial.tokens)),)",
     ),
     Bug(
         "a sample that is handed over loses its tokens",
-        "actors.rollout.actor:RolloutWorker._handle",
-        "[_partial_of(generation, self.name)] if generation.tokens else []",
+        "actors.rollout.actor:RolloutWorker._generated",
+        "[partial_of(generation, self.name)] if generation.tokens else []",
         "[]",
     ),
     Bug(
         "a worker begins with older weights than the prompt asks for",
-        "actors.rollout.actor:RolloutWorker._handle",
+        "actors.rollout.actor:RolloutWorker._generated",
         "await self._have_version(message.min_version)",
         "pass",
     ),
