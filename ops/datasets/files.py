@@ -115,8 +115,7 @@ def _opened(path: Path) -> IO[bytes]:
                     with gzip.open(packed) as unpacked:
                         shutil.copyfileobj(unpacked, plain, 1 << 20)
                 else:
-                    with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as unpacked:
-                        shutil.copyfileobj(unpacked, plain, 1 << 20)
+                    _unpack_zstandard(packed, plain)
                 plain.seek(0)
             except BaseException:
                 plain.close()
@@ -124,6 +123,18 @@ def _opened(path: Path) -> IO[bytes]:
             return plain
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise unreadable(path, "read", error) from error
+
+
+def _unpack_zstandard(packed: IO[bytes], plain: IO[bytes]) -> None:
+    """Unpack all frames. Raises `EOFError` for a file that is cut, of which the package's own reader says nothing."""
+    unpacker, frame = zstandard.ZstdDecompressor(), None
+    while chunk := packed.read(1 << 14):
+        while chunk:
+            frame = frame or unpacker.decompressobj()
+            plain.write(frame.decompress(chunk))
+            chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("it ends before its end was marked")
 
 
 def temporary_file(path: Path) -> IO[bytes]:
