@@ -25,6 +25,7 @@ TESTS_MAX = 1000
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
 FAILURES = ("wrong", "failed", "compile_error", "timeout", "memory", "output", "forbidden", "no_program")
 """Parts of the verdict: how many tests ended so. `no_program` is 1 if the reply held none."""
+_NAMES = {"ok": "wrong", "killed": "failed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total
             passed += 1
             earned += test.weight
         else:
-            failures["wrong" if result.status == "ok" else result.status] += 1
+            failures[_NAMES.get(result.status, result.status)] += 1
             if options.score == "all":
                 break
     reward = {

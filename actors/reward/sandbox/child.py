@@ -166,6 +166,8 @@ def _status(limit: str, code: int, report: bytes) -> Status:
         return "forbidden"
     if report in REPORT_KINDS:
         return REPORT_KINDS[report]
+    if code == -9:  # SIGKILL
+        return "killed"
     return "ok" if code == 0 else "failed"
 
 

@@ -87,8 +87,8 @@ def _become(request: dict[str, Any], pipes: list[tuple[int, int]]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for name, limit in limits.items():
-        resource.setrlimit(name, (limit, limit))
+    for name, limit in limits.items():  # at the lower limit of CPU time comes SIGXCPU, which tells why
+        resource.setrlimit(name, (limit, limit + (name == resource.RLIMIT_CPU)))
 
 
 def _watch(child: int, request: dict[str, Any], pipes: list[int]) -> None:

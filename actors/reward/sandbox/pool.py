@@ -140,7 +140,7 @@ class Box:
         self._cancelled = False
 
     def run(self, program: str, stdin: str = "", *, call: Call | None = None, limits: Limits | None = None) -> Result:
-        """Run it; once more in a fresh sandbox, at most twice, if a sandbox dies for reasons outside of the program.
+        """Run it; again in a fresh sandbox, at most twice, if a sandbox died or the program was killed.
 
         Raises `SandboxLost`.
         """
@@ -159,9 +159,11 @@ class Box:
                     raise
                 time.sleep(0.05 * attempt)
             else:
-                if not self._child.clean:
+                killed = result.status == "killed" and attempt < ATTEMPTS
+                if killed or not self._child.clean:
                     self._drop()
-                return result
+                if not killed:
+                    return result
 
     def run_once(self, program: str, stdin: str, call: Call | None, limits: Limits | None) -> Result:
         """Take a place, run, and give it back."""
