@@ -55,6 +55,7 @@ from bus.table import (
     Stream,
     beats_subject,
     check_run_name,
+    progress_subject,
     stream_name,
     subject,
 )
@@ -271,16 +272,30 @@ class JetStreamBus:
 
     async def beat(self, gauges: Mapping[str, Any]) -> None:
         """Tell who listens how this actor is."""
+        await self._send(beats_subject(self.run), gauges)
+
+    async def tell(self, listener: str, what: Mapping[str, Any]) -> None:
+        """Tell one listener something."""
+        await self._send(progress_subject(self.run, listener), what)
+
+    async def _send(self, where: str, what: Mapping[str, Any]) -> None:
         try:
-            packed = msgpack.packb(dict(gauges))
+            packed = msgpack.packb(dict(what))
         except (TypeError, ValueError, OverflowError) as error:
             _log.warning("beat_not_sent", error=str(error))
             return
         if len(packed) <= BEAT_BYTES_MAX and self._connection.is_up:
-            await self._connection.send(beats_subject(self.run), packed, headers={RUN_HEADER: self.run})
+            await self._connection.send(where, packed, headers={RUN_HEADER: self.run})
 
-    async def beats(self) -> AsyncIterator[dict[str, Any]]:
+    def beats(self) -> AsyncIterator[dict[str, Any]]:
         """The gauges of all actors of the run as they come."""
+        return self._heard(beats_subject(self.run))
+
+    def told(self, listener: str) -> AsyncIterator[dict[str, Any]]:
+        """What this listener is told, as it comes."""
+        return self._heard(progress_subject(self.run, listener))
+
+    async def _heard(self, where: str) -> AsyncIterator[dict[str, Any]]:
         came: asyncio.Queue[bytes] = asyncio.Queue(BEATS_MAX)
 
         def take(message: Incoming) -> None:
@@ -288,7 +303,7 @@ class JetStreamBus:
                 came.get_nowait()
             came.put_nowait(message.data)
 
-        listener = await self._connection.listen(beats_subject(self.run), take)
+        listener = await self._connection.listen(where, take)
         try:
             while True:
                 gauges = parse_beat(await came.get())

@@ -42,7 +42,9 @@ from bus.table import (
     STREAMS,
     Consumer,
     Stream,
+    beats_subject,
     check_run_name,
+    progress_subject,
 )
 from schemas import Message, encode
 
@@ -385,20 +387,34 @@ class MemoryBus:
 
     async def beat(self, gauges: Mapping[str, Any]) -> None:
         """Tell who listens how this actor is."""
-        for queue in self._hub.listeners[self.run]:
+        self._spread(beats_subject(self.run), gauges)
+
+    def beats(self) -> AsyncIterator[dict[str, Any]]:
+        """The gauges of all actors of the run as they come."""
+        return self._heard(beats_subject(self.run))
+
+    async def tell(self, listener: str, what: Mapping[str, Any]) -> None:
+        """Tell one listener something."""
+        self._spread(progress_subject(self.run, listener), what)
+
+    def told(self, listener: str) -> AsyncIterator[dict[str, Any]]:
+        """What this listener is told, as it comes."""
+        return self._heard(progress_subject(self.run, listener))
+
+    def _spread(self, where: str, what: Mapping[str, Any]) -> None:
+        for queue in self._hub.listeners[where]:
             if queue.full():
                 queue.get_nowait()
-            queue.put_nowait(dict(gauges))
+            queue.put_nowait(dict(what))
 
-    async def beats(self) -> AsyncIterator[dict[str, Any]]:
-        """The gauges of all actors of the run as they come."""
+    async def _heard(self, where: str) -> AsyncIterator[dict[str, Any]]:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(BEATS_MAX)
-        self._hub.listeners[self.run].append(queue)
+        self._hub.listeners[where].append(queue)
         try:
             while True:
                 yield await queue.get()
         finally:
-            self._hub.listeners[self.run].remove(queue)
+            self._hub.listeners[where].remove(queue)
 
     async def purge(self, stream: Stream, below_seq: int) -> None:
         """Delete entries below a sequence."""

@@ -252,5 +252,11 @@ class Bus(Protocol):
     def beats(self) -> AsyncIterator[dict[str, Any]]:
         """The gauges of all actors of the run as they come."""
 
+    async def tell(self, listener: str, what: Mapping[str, Any]) -> None:
+        """Tell one listener of the run something that is no part of the log; as `beat`."""
+
+    def told(self, listener: str) -> AsyncIterator[dict[str, Any]]:
+        """What this listener is told, as it comes."""
+
     async def purge(self, stream: Stream, below_seq: int) -> None:
         """Delete entries below a sequence."""

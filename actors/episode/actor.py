@@ -57,7 +57,7 @@ class EpisodeWorker:
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._replayable = function.replayable
-        self._exchange = Exchange(bus)
+        self._exchange = Exchange(bus, name)
         self._ended = Ended(bus)
         self._leaving: asyncio.Future[None] | None = None
         self._running = 0
@@ -78,6 +78,7 @@ class EpisodeWorker:
             self.gauges.pause("prompts")
             helpers = [
                 asyncio.create_task(self._exchange.follow(), name=f"{self.name} hears answers"),
+                asyncio.create_task(self._exchange.hear(), name=f"{self.name} hears of tokens"),
                 asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"),
             ]
             serving = asyncio.create_task(

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from actors.episode.exchange import OnTokens
 from actors.episode.tool_calls import ToolCall, parse_tool_calls
 from schemas import Answer, Finish
 
@@ -76,13 +77,16 @@ class Conversation:
         *,
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Reply:
         """Tell the model something, a user's text or messages, and let it answer. The first time it has the prompt.
 
         Raises `Bound` as `Policy.generate`; what was told then stays told.
         """
         self.tell(said)
-        [answer] = await self._policy.generate(self.tokens, max_new_tokens=max_new_tokens, stop=stop)
+        [answer] = await self._policy.generate(
+            self.tokens, max_new_tokens=max_new_tokens, stop=stop, on_tokens=on_tokens
+        )
         reply = Reply(answer.text, tuple(answer.tokens.tolist()), answer.finish, answer)
         self.tokens += reply.tokens
         self.messages.append({"role": "assistant", "content": reply.text})

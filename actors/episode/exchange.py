@@ -9,10 +9,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import structlog
 
 from bus.port import Bus
 from bus.table import ANSWERS, TURNS
 from schemas import Answer, MalformedMessage, Turn
+
+log = structlog.get_logger()
+
+OnTokens: TypeAlias = Callable[[int, tuple[int, ...]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +36,10 @@ class Answered:
 class Exchange:
     """One for a process. `start` and then `follow` must run beside whoever asks."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
+        self._name = name
+        self._listening: dict[str, OnTokens] = {}
         self._from = 1
         self._waiting: defaultdict[str, list[asyncio.Future[Answer]]] = defaultdict(list)
 
@@ -55,8 +66,27 @@ class Exchange:
                 if not future.done():
                     future.set_result(answer)
 
-    async def ask(self, turn: Turn) -> Answered:
-        """The answer to a turn, from the log or from a rollout worker. Waits as long as that takes."""
+    async def hear(self) -> None:
+        """Hear of the tokens that are being made, for ever. Anything may be lost on the way."""
+        async for told in self._bus.told(self._name):
+            on_tokens = self._listening.get(str(told.get("turn")))
+            start, new = told.get("start"), told.get("tokens")
+            if on_tokens is not None and isinstance(start, int) and isinstance(new, bytes) and len(new) % 4 == 0:
+                try:
+                    on_tokens(start, tuple(np.frombuffer(new, "<i4").tolist()))
+                except Exception as error:  # somebody else's, and not worth the turn
+                    del self._listening[str(told["turn"])]
+                    log.warning("listener_failed", turn=told["turn"], error=repr(error))
+
+    async def ask(self, turn: Turn, on_tokens: OnTokens | None = None) -> Answered:
+        """The answer to a turn, from the log or from a rollout worker. Waits as long as that takes.
+
+        `on_tokens(start, tokens)` is called with tokens as they are made, from place `start` on. Some may never come,
+        and what came may be made anew, from an earlier place on; the answer is the truth.
+        """
+        if on_tokens is not None:
+            turn = dataclasses.replace(turn, listener=self._name)
+            self._listening[turn.id] = on_tokens
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[turn.id].append(future)
         try:
@@ -73,3 +103,4 @@ class Exchange:
                 left.remove(future)
             if not left:
                 self._waiting.pop(turn.id, None)
+                self._listening.pop(turn.id, None)

@@ -23,7 +23,7 @@ import numpy as np
 
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Conversation, Tokenizer
-from actors.episode.exchange import Answered
+from actors.episode.exchange import Answered, OnTokens
 from actors.episode.trajectory import Said, Trajectory
 from schemas import Answer, Finish, Prompt, Turn
 
@@ -37,8 +37,8 @@ class Bound(Exception):
 class Asks(Protocol):
     """Who answers turns; `actors.episode.exchange.Exchange` is it."""
 
-    async def ask(self, turn: Turn) -> Answered:
-        """The answer to a turn."""
+    async def ask(self, turn: Turn, on_tokens: OnTokens | None = None) -> Answered:
+        """The answer to a turn; `on_tokens` is told of its tokens while they are made."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,11 +79,13 @@ class Policy:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         n: int = 1,
+        on_tokens: OnTokens | None = None,
     ) -> list[Answer]:
         """`n` answers to these tokens, each drawn by itself; all of them belong to the episode.
 
         At most `max_new_tokens` tokens, and never more than the recipe allows. The first string of `stop` that the text
-        holds ends an answer.
+        holds ends an answer. `on_tokens(start, tokens)` is told of the first answer while it is made: see
+        `Exchange.ask`.
 
         Raises:
             Bound: the episode has used its turns or its tokens, or the prompt leaves the model no room.
@@ -112,7 +114,8 @@ class Policy:
             )
             for choice in range(n)
         ]
-        answered = await asyncio.gather(*map(self._exchange.ask, turns))
+        told = [on_tokens if turn.choice == 0 else None for turn in turns]
+        answered = await asyncio.gather(*map(self._exchange.ask, turns, told))
         for one in answered:
             self.log.reused += one.reused
             if one.elsewhere and self.log.diverged is None:

@@ -20,7 +20,8 @@ from actors.gauges import Gauges
 from actors.rollout.config import RolloutConfig
 from actors.rollout.early_stop import EarlyStop, Guard
 from actors.rollout.engine import Engine, EngineError, Request, Sampling, WeightsError
-from actors.rollout.turns import Made, name_of, partial_of, prefix_of, refusal_of, result_of, sampling_of
+from actors.rollout.turn_watch import Outcome, TurnWatch
+from actors.rollout.turns import Made, name_of, partial_of, prefix_of, refusal_of, result_of, sampling_of, text_of
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, Rejected, Retry, serve
 from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS
@@ -75,6 +76,7 @@ class RolloutWorker:
         self.engine = engine
         self._guard = Guard(engine, early_stop) if early_stop is not None else None
         self._ended = Ended(bus) if turns else None
+        self._watch = TurnWatch(bus, engine, tokenizer.decode)
         self.weights = weights
         self.name = name
         self.decode = tokenizer.decode
@@ -110,6 +112,7 @@ class RolloutWorker:
                 helpers.append(asyncio.create_task(self._save_partials(), name=f"{self.name} saves partials"))
             if self._ended is not None:
                 helpers.append(asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"))
+                helpers.append(asyncio.create_task(self._watch.watch(), name=f"{self.name} watches turns"))
             consumer = TURN_WORKERS if self._ended is not None else ROLLOUT_WORKERS
             serving = asyncio.create_task(
                 serve(self.bus, consumer, self._handle, room=lambda: room, stop=stop, name=self.name)
@@ -156,10 +159,11 @@ class RolloutWorker:
                 prompt_tokens = self._encode(message.prompt)
             prefix = prefix_of(name, prompt_tokens, resumed) if resumed else None
             request = Request(name, prompt_tokens, sampling_of(message, self.sampling), message.seed, prefix)
-            if self._guard is None:
-                generation, cut, saved = await self.engine.generate(request), None, 0
+            generating = self._guard.generate(request) if self._guard is not None else self._unguarded(request)
+            if isinstance(message, Turn):
+                generation, cut, saved = await self._watch.generate(message, generating)
             else:
-                generation, cut, saved = await self._guard.generate(request)
+                generation, cut, saved = await generating
         except (EngineError, ValueError) as error:
             if isinstance(error, EngineError) and not isinstance(error, ValueError):
                 raise
@@ -170,10 +174,13 @@ class RolloutWorker:
             return HandBack([partial_of(generation, self.name)] if generation.tokens else [])
         self._saved.pop(name, None)
         self._finished += 1
-        text = self.decode(generation.tokens)
+        text = text_of(message, self.decode(generation.tokens))
         handed_over = delivery.deliveries - 1 if resumed else 0
         seconds = clock.monotonic_s() - arrived
         return [result_of(message, Made(generation, text, self.name, seconds, handed_over, cut, saved))]
+
+    async def _unguarded(self, request: Request) -> Outcome:
+        return await self.engine.generate(request), None, 0
 
     async def _have_version(self, version: int) -> None:
         if self.engine.version >= version:

@@ -36,6 +36,14 @@ def sampling_of(message: Prompt | Turn, recipe: Sampling) -> Sampling:
     return recipe
 
 
+def text_of(message: Prompt | Turn, text: str) -> str:
+    """The text of an answer; that of a turn ends before the first string that ends it."""
+    if isinstance(message, Turn):
+        for string in message.stop:
+            text = text.partition(string)[0]
+    return text
+
+
 def result_of(message: Prompt | Turn, made: Made) -> Rollout | Answer:
     """What is published of a finished answer."""
     generation = made.generation

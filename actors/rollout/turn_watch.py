@@ -1,0 +1,105 @@
+"""Looks at turns while they are made: tells who listens of their tokens, and ends them at the strings that they name.
+
+Where a string ends an answer follows from its tokens alone: the shortest prefix whose text holds one of the strings is
+kept, even if the answer went on until somebody looked. So neither the speed of a machine nor a hand-over changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from actors.rollout.early_stop import Cut, shortened
+from actors.rollout.engine import Engine, Generation
+from bus.port import Bus
+from schemas import Turn
+
+LOOK_EVERY_S = 0.05
+MARGIN_TOKENS = 16  # before the new ones, beside those that a string can span, when it is looked for
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+Outcome: TypeAlias = tuple[Generation, Cut | None, int]
+
+
+def stop_of(tokens: Sequence[int], strings: Sequence[str], decode: Decode) -> tuple[int, str] | None:
+    """How many tokens complete the first of the strings in the text, and which; None if it holds none of them."""
+
+    def found(length: int) -> bool:
+        text = decode(tokens[:length])
+        return any(string in text for string in strings)
+
+    if not strings or not found(len(tokens)):
+        return None
+    length = bisect_left(range(1, len(tokens) + 1), True, key=found) + 1
+    text = decode(tokens[:length])
+    _, string = min((text.index(string), string) for string in strings if string in text)
+    return length, string
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    turn: Turn
+    stopped: asyncio.Future[Generation]
+    told: int = 0
+    looked: int = 0
+
+
+class TurnWatch:
+    """`watch` must run beside whoever generates."""
+
+    def __init__(self, bus: Bus, engine: Engine, decode: Decode) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._decode = decode
+        self._running: dict[str, _Running] = {}
+
+    async def generate(self, turn: Turn, generating: Coroutine[Any, Any, Outcome]) -> Outcome:
+        """The outcome of generating a turn, ended by its strings: then its cut has the string for a reason."""
+        if not turn.stop and not turn.listener:
+            return await generating
+        running = self._running[turn.id] = _Running(turn, asyncio.get_running_loop().create_future())
+        task = asyncio.ensure_future(generating)
+        try:
+            await asyncio.wait([task, running.stopped], return_when=asyncio.FIRST_COMPLETED)
+            generation, cut, saved = task.result() if task.done() else (running.stopped.result(), None, 0)
+        finally:
+            del self._running[turn.id]
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # told above, if anybody is to know
+                await task
+        if generation.finish is None and not running.stopped.done():  # handed over
+            return generation, cut, saved
+        stop = await asyncio.to_thread(stop_of, generation.tokens, turn.stop, self._decode)
+        if stop is None:
+            return generation, cut, saved
+        ended = dataclasses.replace(shortened(generation, stop[0]), finish="stop")
+        return ended, Cut(*stop), 0
+
+    async def watch(self) -> None:
+        """Look at what runs, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if not self._running:
+                continue
+            for generation in self._engine.snapshot():
+                if (running := self._running.get(generation.sample_id)) is not None:
+                    await self._look(running, generation)
+
+    async def _look(self, running: _Running, generation: Generation) -> None:
+        turn, count = running.turn, len(generation.tokens)
+        if turn.listener and count > running.told:
+            new = np.array(generation.tokens[running.told :], "<i4").tobytes()
+            await self._bus.tell(turn.listener, {"turn": turn.id, "start": running.told, "tokens": new})
+            running.told = count
+        if turn.stop and count > running.looked and not running.stopped.done():
+            span = max(map(len, turn.stop)) + MARGIN_TOKENS
+            text = self._decode(generation.tokens[max(0, running.looked - span) :])
+            running.looked = count
+            if any(string in text for string in turn.stop):
+                running.stopped.set_result(generation)
