@@ -24,6 +24,7 @@ import structlog
 from bus.jetstream import JetStreamBus
 from bus.port import Bus
 from bus.table import CONTROL, check_run_name
+from ops.datasets import read_notes
 from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
@@ -92,6 +93,8 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
         if interrupts.draining.is_set():
             print(f"stopped before the first step; begin again with: rollstream run RECIPE --resume --dir {folder}")
             return 130
+        if notes := read_notes(folder):
+            print(notes, flush=True)
         async with (
             _log(recipe, folder, nats or recipe.bus.url) as (where, bus, server),
             written_beside(bus, recipe.metrics, folder, recipe.to_log()),
@@ -107,6 +110,8 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
     (folder / "summary.json").write_text(summary.to_json())
     plot(summary, folder / "summary.png")
     print_summary(summary)
+    if notes:
+        print(notes)
     print(f"plot: {folder / 'summary.png'}")
     if status == 0:
         print(f"model: {folder / 'model'}")

@@ -21,13 +21,11 @@ def check_files(recipe: Recipe) -> None:
     from actors.functions import load_function
     from actors.reward.pool import RewardPool
     from actors.rollout.vllm_versions import check_installed
-    from ops.datasets import FileRows, check_reward, load_dataset
+    from ops.datasets import check_reward, load_dataset
 
     for held_out in (False, True) if recipe.data.eval is not None else (False,):
         data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=held_out)
         check_reward(recipe.reward.function, data.row(0), data.format)
-        if isinstance(data, FileRows) and data.report.bad_rows:
-            print(data.report.in_words(), *data.report.bad, sep="\n  ", flush=True)
 
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         raise UserError(

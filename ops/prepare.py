@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ops.datasets import FileRows, RowReport, load_dataset, write_notes
 from ops.host import initial_model, replace_folder
 from ops.recipe import Recipe
 from schemas import UserError
@@ -37,7 +38,7 @@ def prepare(recipe: Recipe, folder: Path) -> Path:
 
     source = prepare_model(recipe.model, recipe.base, folder / "made", recipe.seed)
     tokenizer = tokenizer_of(recipe, source)
-    check_prompts(recipe, tokenizer)
+    write_notes(folder, check_prompts(recipe, tokenizer))
     if recipe.trainer.lora is not None:
         _check_targets(source, recipe.trainer.lora.targets)
     aside = final.with_name(f".{final.name}-{os.getpid()}")
@@ -91,17 +92,19 @@ def tokenizer_of(recipe: Recipe, source: str) -> HfTokenizer:
     return HfTokenizer(source, recipe.data.template_options, template)
 
 
-def check_prompts(recipe: Recipe, tokenizer: HfTokenizer) -> None:
+def check_prompts(recipe: Recipe, tokenizer: HfTokenizer) -> list[RowReport]:
     """That the model's tokenizer takes the data's prompts, before minutes are spent on a warm start.
 
-    The first prompt; all of them where their length is bounded. Raises `UserError`.
+    The first prompt; all of them where their length is bounded. What was found in files. Raises `UserError`.
     """
-    from ops.datasets import load_dataset
-
+    reports = []
     count = tokenizer.count if recipe.data.max_prompt_tokens is not None else None
     for held_out in (False, True) if recipe.data.eval is not None else (False,):
         data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=held_out, count_tokens=count)
         tokenizer.encode_prompt(data.row(0)["prompt"])
+        if isinstance(data, FileRows):
+            reports.append(data.report)
+    return reports
 
 
 def _copy(source: str, tokenizer: HfTokenizer, aside: Path) -> None:

@@ -14,6 +14,8 @@ from ops.datasets.load import Dataset as Dataset
 from ops.datasets.load import FileRows as FileRows
 from ops.datasets.load import GeneratedRows as GeneratedRows
 from ops.datasets.load import load_dataset as load_dataset
+from ops.datasets.notes import read_notes as read_notes
+from ops.datasets.notes import write_notes as write_notes
 from ops.datasets.rewards import check_reward as check_reward
 from ops.datasets.rewards import fitting_reward as fitting_reward
 from ops.datasets.rows import Row as Row

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ops.datasets import read_notes, write_notes
 from ops.look import histogram, look, main, show
 from ops.prepare import check_prompts, tokenizer_of
 from ops.recipe import Recipe, load_recipe
@@ -153,3 +154,16 @@ def test_a_histogram_holds_each_length_once(lengths: list[int]) -> None:
 def test_looking_holds_no_objects_that_json_does_not_have(tmp_path: Path, model: Path) -> None:
     found = look(recipe_in(tmp_path, model, ROWS), False, 10, 1, None)
     assert json.loads(json.dumps(found.to_json())) == dataclasses.asdict(found)
+
+
+def test_what_was_skipped_is_kept_for_the_runs_start_and_end(tmp_path: Path, model: Path) -> None:
+    """A screen full of steps hides what was said before them."""
+    rows = [*ROWS, *["{\n"] * 7]
+    recipe = recipe_in(tmp_path, model, rows, on_bad_row="skip", bad_rows_max=0.1)
+    assert read_notes(tmp_path) == ""
+    write_notes(tmp_path, check_prompts(recipe, tokenizer_of(recipe, str(model))))
+    first, *bad, last = read_notes(tmp_path).splitlines()
+    assert first == "data: data.jsonl: 100 rows (rows), 7 bad rows skipped"
+    assert len(bad) == 5
+    assert "line 101: this is no JSON" in bad[0]
+    assert last == "  and 2 more; `rollstream data` looks at them"
