@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from ops.chart import bar
@@ -178,9 +179,10 @@ def main(recipe: Recipe, held_out: bool, count: int, examples: int, tokens: bool
 def show(found: Look, config: DataConfig, console: Console) -> None:
     """Print it."""
     report = found.report
-    console.print(Text(f"{found.use}: {report.in_words()}", "bold"))
+    fate = " skipped" if config.on_bad_row == "skip" else ""
+    console.print(Text(f"{found.use}: {report.in_words(fate)}", "bold"))
     for sentence in report.bad:
-        console.print(Text(f"  bad: {sentence}", "yellow"))
+        console.print(Padding(Text(sentence, "yellow"), (0, 0, 0, 2)))
     if report.bad_rows > SHOWN:
         console.print(Text(f"  and {report.bad_rows - SHOWN:,} more", "yellow"))
     if found.lengths:

@@ -41,11 +41,11 @@ class RowReport:
         if len(self.bad) < SHOWN:
             self.bad.append(f"{error.where}: {error.problem}")
 
-    def in_words(self) -> str:
+    def in_words(self, fate: str = " skipped") -> str:
         """`train.jsonl: 7,470 rows (gsm8k), 3 bad rows skipped`."""
         told = f"{self.source}: {self.rows:,} {_plural(self.rows, 'row')} ({self.format})"
         if self.bad_rows:
-            told += f", {self.bad_rows:,} bad {_plural(self.bad_rows, 'row')} skipped"
+            told += f", {self.bad_rows:,} bad {_plural(self.bad_rows, 'row')}{fate}"
         if self.duplicates:
             told += f", {self.duplicates:,} {_plural(self.duplicates, 'duplicate')}"
         if self.tests_left_out:

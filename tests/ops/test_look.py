@@ -91,7 +91,7 @@ def test_bad_rows_and_why_a_run_would_stop_are_told(tmp_path: Path, model: Path,
     recipe = recipe_in(tmp_path, model, [*ROWS, "{\n", ROWS[0]], max_prompt_tokens=39)
     assert main(recipe, True, 1000, 1, True, False) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "99 rows (rows), 3 bad rows skipped, 1 duplicate" in text
+    assert "99 rows (rows), 3 bad rows, 1 duplicate" in text
     assert "data.jsonl, line 101: this is no JSON" in text
     assert "line 40: the prompt has 40 tokens, more than 39" in text
     assert "data.on_bad_row is stop: a run would stop at the first bad row." in text
