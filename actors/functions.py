@@ -12,7 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.reward.sources import Sources
 
 from schemas.errors import UserError
 
@@ -21,7 +24,9 @@ class FunctionNotFound(UserError):
     """A function named in a recipe does not exist, or the file that should hold it cannot be imported."""
 
 
-def load_function(spec: str, base: Path | None = None, *, builtins: Iterable[str] = ()) -> Callable[..., Any]:
+def load_function(
+    spec: str, base: Path | None = None, *, builtins: Iterable[str] = (), sources: "Sources | None" = None
+) -> Callable[..., Any]:
     """The callable that `spec` names.
 
     `package.module:function` is imported; besides what is installed, the recipe's folder `base` and the current folder
@@ -29,12 +34,16 @@ def load_function(spec: str, base: Path | None = None, *, builtins: Iterable[str
     starts at `base` (without one, at the current folder), and the file may import its neighbours.
 
     `builtins` are the short names that the caller understands; they only serve the suggestions in the error.
+    `sources` reads the file, to note what was in it, or to run what it once held.
     Raises `FunctionNotFound`; its message names the spec, what was looked for and near misses, and what to do.
     """
     source, separator, name = spec.rpartition(":")
     if not separator or not source or not name:
         raise _unreadable(spec, builtins)
-    module = _module_from_file(spec, source, base) if source.endswith(".py") else _module_by_name(spec, source, base)
+    if source.endswith(".py"):
+        module = _module_from_file(spec, source, base, sources)
+    else:
+        module = _module_by_name(spec, source, base)
     found = getattr(module, name, None)
     if callable(found):
         return found  # type: ignore[no-any-return]  # getattr of a module is Any
@@ -64,9 +73,14 @@ def _suggest(name: str, known: list[str], otherwise: str) -> str:
     return f"{otherwise}: {', '.join(sorted(known)[:12])}." if known else "Define it there, or correct the name."
 
 
-def _module_from_file(spec: str, source: str, base: Path | None) -> ModuleType:
-    path = ((base or Path.cwd()) / Path(source).expanduser()).resolve()
-    if not path.is_file():
+def path_of(source: str, base: Path | None) -> Path:
+    """The file that `path/to/file.py` names."""
+    return ((base or Path.cwd()) / Path(source).expanduser()).resolve()
+
+
+def _module_from_file(spec: str, source: str, base: Path | None, sources: "Sources | None") -> ModuleType:
+    path = path_of(source, base)
+    if not path.is_file() and not (sources and str(path) in sources.kept):
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -78,7 +92,7 @@ def _module_from_file(spec: str, source: str, base: Path | None) -> ModuleType:
     name = f"_rollstream_{path.stem}_{sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    module_spec = sources.of_file(name, path) if sources else importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None  # for every path that ends in .py there is a loader
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)

@@ -2,35 +2,49 @@
 
 A function that fails for one sample gives that sample a verdict. A function that fails for all is a bug of its owner:
 then nothing is scored, the samples go back, and the run stops with a sentence, to be resumed when it is mended.
+
+Which of the two it is, is told by the failures in a row: of a function that never worked a few are enough. One that did
+work may meet a run of bad samples, and those of one prompt fail together, so there the groups count.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 
 from actors.gauges import Gauges
 from actors.reward.config import RewardConfig
 from actors.reward.verdict import RewardRequest, Verdict
 from bus.port import Bus, Delivery
 from bus.shell import HandBack, serve
-from bus.table import REWARD_WORKERS
-from schemas import Message, Rollout, Scored, UserError
+from bus.table import CONTROL, REWARD_WORKERS
+from schemas import Control, MalformedMessage, Message, Rollout, Scored, UserError
 
-FAILURES_MAX = 8  # in a row, before the function as a whole is held to be broken
+log = structlog.get_logger()
+
+FAILURES_MAX = 8  # in a row, before a function that never worked is held to be broken
+FAILED_GROUPS_MAX = 16  # different ones in a row, before one that did work is: no group of it had a verdict
 
 
 class PoolPort(Protocol):
     """What scores; `actors.reward.pool.RewardPool` is it."""
+
+    digest: str
+    """Of the function as it is loaded now."""
 
     async def start(self) -> None:
         """Begin to serve."""
 
     async def score(self, request: RewardRequest) -> Verdict:
         """Score one sample; every failure is a verdict."""
+
+    async def reload(self) -> str:
+        """Load the function from its files anew; its digest. Raises `UserError`, and the old one stays."""
 
     async def close(self) -> None:
         """End, with whatever is being scored."""
@@ -48,6 +62,8 @@ class RewardWorker:
         self._scored = 0
         self._failed = 0
         self._in_a_row = 0
+        self._failed_groups: set[int] = set()  # in a row
+        self._reloaded: dict[str, Any] = {}
         self._ever_scored = False
         self._broken: asyncio.Future[Verdict] | None = None
         self._stop = asyncio.Event()
@@ -64,10 +80,19 @@ class RewardWorker:
                 serving = asyncio.create_task(
                     serve(self.bus, REWARD_WORKERS, self._handle, room=lambda: room, stop=stop, name=self.name)
                 )
-                either: tuple[asyncio.Future[Any], ...] = (serving, self._broken)
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                broken = self._broken.done()
-                await serving
+                obeying = asyncio.create_task(self._obey(), name=f"{self.name} follows control")
+                either: tuple[asyncio.Future[Any], ...] = (serving, self._broken, obeying)
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    broken = self._broken.done()
+                    if obeying.done():
+                        stop.set()
+                    await serving
+                    if obeying.done():
+                        obeying.result()
+                finally:
+                    obeying.cancel()
+                    await asyncio.gather(obeying, return_exceptions=True)
                 if broken:
                     raise self._sentence(self._broken.result())
         finally:
@@ -80,15 +105,15 @@ class RewardWorker:
         if self._broken.done():
             return HandBack([])
         while True:
-            verdict = await self._score(message)
+            verdict = await self._score(message) if message.reward is None else own_verdict(message)
             if verdict.status == "scored":
                 self._scored += 1
                 self._in_a_row = 0
+                self._failed_groups.clear()
                 self._ever_scored = True
                 break
-            self._failed += 1
-            self._in_a_row += 1
-            if self._in_a_row >= FAILURES_MAX and not self._broken.done():
+            self._tell(message, verdict)
+            if self._gone() and not self._broken.done():
                 self._broken.set_result(verdict)
                 self._stop.set()  # at once: what is handed back would come again
             if self._broken.done():
@@ -98,6 +123,50 @@ class RewardWorker:
             # As long as it never worked, blame the function and not the sample. It is asked again here: each time that
             # a message is handed back counts as a delivery, and of these it has not many.
         return [scored_of(message, delivery.entry.seq, verdict, self.name)]
+
+    def _tell(self, message: Rollout, verdict: Verdict) -> None:
+        """Count a failure, and name it."""
+        self._failed += 1
+        self._in_a_row += 1
+        self._failed_groups.add(message.group_id)
+        log.warning(
+            "sample_not_scored",
+            worker=self.name,
+            sample=message.sample_id,
+            verdict=verdict.status,
+            detail=verdict.detail,
+            attempts=verdict.attempts,
+            in_a_row=self._in_a_row,
+            digest=verdict.digest,
+        )
+
+    def _gone(self) -> bool:
+        """Whether the function as a whole is to blame."""
+        if self._ever_scored:
+            return len(self._failed_groups) >= FAILED_GROUPS_MAX
+        return self._in_a_row >= FAILURES_MAX
+
+    async def _obey(self) -> None:
+        """Load the function anew when control asks for it. What was asked before we began is loaded already."""
+        start = (await self.bus.info(CONTROL)).last_seq + 1
+        async for entry in self.bus.read(CONTROL, start):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Control) and message.action == "reload":
+                    await self._reload(entry.seq)
+
+    async def _reload(self, seq: int) -> None:
+        before = self.pool.digest
+        try:
+            after = await self.pool.reload()
+        except UserError as error:
+            log.error("reward_reload_failed", worker=self.name, kept=before, error=str(error))
+            self._reloaded = {"reload_seq": seq, "reload_error": str(error), "digest_before": before}
+            return
+        self._in_a_row = 0
+        self._failed_groups.clear()
+        log.info("reward_reloaded", worker=self.name, before=before, digest=after)
+        self._reloaded = {"reload_seq": seq, "reload_error": "", "digest_before": before}
 
     async def _score(self, message: Rollout) -> Verdict:
         if self._in_flight == 0:
@@ -116,13 +185,31 @@ class RewardWorker:
             "error": f"raised {verdict.detail}",
             "invalid": f"returned no finite number ({verdict.detail})",
         }[verdict.status]
+        groups = f", for {len(self._failed_groups)} groups" if self._ever_scored else ""
         return UserError(
-            f"The reward function {self.config.function} {what} {FAILURES_MAX} times in a row.",
+            f"The reward function {self.config.function} {what} {self._in_a_row} times in a row{groups}.",
             "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept and will be scored then.",
         )
 
     def _read_gauges(self) -> dict[str, Any]:
-        return {"scored": self._scored, "failed": self._failed, "in_flight": self._in_flight}
+        return {
+            "scored": self._scored,
+            "failed": self._failed,
+            "failed_in_a_row": self._in_a_row,
+            "in_flight": self._in_flight,
+            "reward_digest": self.pool.digest,
+            **self._reloaded,
+        }
+
+
+def own_verdict(rollout: Rollout) -> Verdict:
+    """The verdict that an episode has given itself."""
+    return Verdict(
+        "scored",
+        rollout.reward,
+        token_rewards=tuple(rollout.token_rewards.tolist()),
+        step_ends=tuple(rollout.step_ends.tolist()),
+    )
 
 
 def scored_of(rollout: Rollout, seq: int, verdict: Verdict, worker: str = "") -> Scored:
@@ -143,4 +230,5 @@ def scored_of(rollout: Rollout, seq: int, verdict: Verdict, worker: str = "") ->
         worker=worker,
         token_rewards=np.array(verdict.token_rewards, "<f4"),
         step_ends=np.array(verdict.step_ends, "<i4"),
+        reward_digest=verdict.digest,
     )

@@ -33,6 +33,7 @@ from actors.reward.frames import (
 )
 from actors.reward.load import load
 from actors.reward.read import read_reward
+from actors.reward.sources import SOURCES_BYTES_MAX, Sources
 from actors.reward.steps import read_process_rewards
 from actors.reward.verifiers import Setting
 from schemas.errors import UserError
@@ -79,12 +80,14 @@ def work(spec: str, base: Path | None, requests: BinaryIO, replies: BinaryIO) ->
     if body is None:
         return
     told = unpack(body)
+    sources = Sources(told["sources"])
     try:
-        function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"]))
+        function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"], sources))
     except UserError as error:
         _reply(replies, {"message": error.message, "remedy": error.remedy})
         return
-    _reply(replies, {"keywords": keywords})
+    ran = sources.ran if sum(map(len, sources.ran.values())) <= SOURCES_BYTES_MAX else {}
+    _reply(replies, {"keywords": keywords, "digest": sources.digest(spec, told["options"], base), "sources": ran})
     while (body := read_frame(requests, REQUEST_BYTES_MAX)) is not None:
         _reply(replies, answer(function, unpack(body)))
 

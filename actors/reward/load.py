@@ -4,11 +4,13 @@ Imported by the reward child, which must start fast.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from actors.functions import load_function
+from actors.functions import load_function, path_of
 from actors.reward.verifiers import BUILTINS, Setting, load_builtin
 from actors.reward.verifiers.options import near
 from schemas.errors import UserError
@@ -22,7 +24,12 @@ def load(spec: str, options: Mapping[str, Any], setting: Setting) -> tuple[Calla
     if spec in BUILTINS:
         function = load_builtin(spec, options, setting)
         return function, accepted_keywords(spec, function, {})
-    function = load_function(spec, setting.base, builtins=BUILTINS)
+    source = spec.rpartition(":")[0]
+    beside = path_of(source, setting.base).parent if source.endswith(".py") else Path.cwd()
+    setting.sources.watch([beside, *filter(None, [setting.base])])
+    function = load_function(spec, setting.base, builtins=BUILTINS, sources=setting.sources)
+    if module := sys.modules.get(str(getattr(function, "__module__", ""))):
+        setting.sources.note(Path(str(getattr(module, "__file__", None) or "")))
     keywords = accepted_keywords(spec, function, options)
     return (partial(function, **options) if options else function), keywords
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,21 +37,43 @@ class RewardPool:
         self._slots = asyncio.Semaphore(config.children)  # wakes its waiters in order
         self._idle: list[RewardProcess] = []
         self._alive: set[RewardProcess] = set()
+        self._sources: dict[str, bytes] = {}
+        self._generation = 0
+        self.digest = ""
+        """Of the function as it is loaded now."""
         self._closed = False
 
     async def start(self) -> None:
         """Start one child, so that a function that cannot be loaded is known at once. Raises `UserError`."""
-        remedy = "Mend what it does when it is imported, or raise reward.start_timeout_s."
         async with self._slots:
-            try:
-                self._idle.append(await self._first_child())
-            except ChildLost as error:
-                message = f"The process that loads the reward function '{self._config.function}' ended: {error}."
-                raise UserError(message, remedy) from error
-            except ChildSilent as error:
-                limit = f"{self._config.start_timeout_s:g} s"
-                message = f"Loading the reward function '{self._config.function}' took more than {limit}."
-                raise UserError(message, remedy) from error
+            await self._load()
+
+    async def reload(self) -> str:
+        """Load the function from its files as they are now, for all calls from now on; returns its digest.
+
+        Calls under way end with the function that they began with. Raises `UserError` if it cannot be loaded: the old
+        one stays, with the code that it was loaded with, in processes that are started later, too.
+        """
+        await self._load()
+        return self.digest
+
+    async def _load(self) -> None:
+        """Have a child that runs the files as they are now; those before it are not asked again."""
+        remedy = "Mend what it does when it is imported, or raise reward.start_timeout_s."
+        try:
+            child = await self._first_child()
+        except ChildLost as error:
+            message = f"The process that loads the reward function '{self._config.function}' ended: {error}."
+            raise UserError(message, remedy) from error
+        except ChildSilent as error:
+            limit = f"{self._config.start_timeout_s:g} s"
+            message = f"Loading the reward function '{self._config.function}' took more than {limit}."
+            raise UserError(message, remedy) from error
+        self._generation += 1
+        child.generation = self._generation
+        old, self._idle = self._idle, [child]
+        self.digest, self._sources = child.digest, child.sources
+        await asyncio.gather(*(self._discard(one) for one in old))
 
     async def score(self, request: RewardRequest) -> Verdict:
         """Score one sample: call the function until it answers, at most `1 + retries` times.
@@ -81,7 +103,7 @@ class RewardPool:
                 return replace(verdict, steps=())
             rewards, ends = place(verdict.steps, tokens, request.response, self._decoder())
         except ValueError as error:
-            return Verdict("invalid", detail=str(error), seconds=verdict.seconds)
+            return Verdict("invalid", detail=str(error), seconds=verdict.seconds, digest=verdict.digest)
         return replace(verdict, token_rewards=rewards, steps=(), step_ends=ends)
 
     async def close(self) -> None:
@@ -99,7 +121,7 @@ class RewardPool:
             raise PoolClosed
         child = None
         try:
-            child = await self._idle_child() or await self._new_child()
+            child = await self._idle_child() or await self._new_child(self._sources)
             try:
                 body = pack({name: getattr(request, name) for name in child.keywords})
                 if len(body) > REQUEST_BYTES_MAX:
@@ -108,18 +130,22 @@ class RewardPool:
                 verdict = Verdict("error", detail=f"the sample cannot be sent to the reward function: {error}")
             else:
                 verdict = await child.ask(body, config.timeout_s)
-            self._idle.append(child)
-            child = None
+            verdict = replace(verdict, digest=child.digest)
+            if child.generation == self._generation:
+                self._idle.append(child)
+                child = None
             return verdict
         except ChildSilent as error:
             seconds = config.timeout_s if child else config.start_timeout_s
             what = "the reward function gave no answer" if child else "the reward process did not start"
             last = f"; last output: {error}" if str(error) else ""
-            return Verdict("timeout", detail=f"{what} within {seconds:g} s{last}", seconds=seconds)
+            verdict = Verdict("timeout", detail=f"{what} within {seconds:g} s{last}", seconds=seconds)
+            return replace(verdict, digest=child.digest if child else self.digest)
         except (ChildLost, UserError) as error:
             if self._closed:
                 raise PoolClosed from error
-            return Verdict("error", detail=f"the reward process failed: {error}")
+            digest = child.digest if child else self.digest
+            return Verdict("error", detail=f"the reward process failed: {error}", digest=digest)
         finally:
             if child is not None:
                 await self._discard(child)
@@ -128,8 +154,8 @@ class RewardPool:
         """A child, at the second or third attempt if need be: one that was killed from outside proves nothing."""
         for _ in range(START_ATTEMPTS - 1):
             with contextlib.suppress(ChildLost):
-                return await self._new_child()
-        return await self._new_child()
+                return await self._new_child({})
+        return await self._new_child({})
 
     async def _idle_child(self) -> RewardProcess | None:
         """A child that waits; those that were killed while they waited are no failure of the function."""
@@ -140,13 +166,16 @@ class RewardPool:
             await self._discard(child)
         return None
 
-    async def _new_child(self) -> RewardProcess:
+    async def _new_child(self, sources: Mapping[str, bytes]) -> RewardProcess:
         child = await RewardProcess.spawn(self._config.function, self._base)
+        child.generation = self._generation
         self._alive.add(child)
         try:
             if self._closed:  # it was, while the process started
                 raise PoolClosed
-            await child.load(self._config)
+            await child.load(self._config, sources)
+            if not self.digest:
+                self.digest, self._sources = child.digest, child.sources
         except BaseException:
             await self._discard(child)
             raise

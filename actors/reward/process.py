@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -37,6 +37,12 @@ class RewardProcess:
         assert process.stdout is not None
         self.keywords: frozenset[str] = frozenset()
         """What the function takes, of a request's fields."""
+        self.digest = ""
+        """Of the function's source files and options."""
+        self.generation = 0
+        """Of the function, counted by the pool from load to load."""
+        self.sources: dict[str, bytes] = {}
+        """The user's files that it ran, by path."""
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self._output = b""
@@ -58,18 +64,22 @@ class RewardProcess:
         )
         return cls(process)
 
-    async def load(self, config: RewardConfig) -> None:
-        """Have the child load the function, and wait until it has.
+    async def load(self, config: RewardConfig, sources: Mapping[str, bytes]) -> None:
+        """Have the child load the function, and wait until it has. `sources` are run instead of these files.
 
         Raises `UserError` if it cannot, `ChildLost` if the child dies over it, `ChildSilent` if it takes too long.
         """
         async with self._deadline(config.start_timeout_s):
-            self._stdin.write(frame(pack({"options": config.options, "timeout_s": config.timeout_s})))
+            self._stdin.write(
+                frame(pack({"options": config.options, "timeout_s": config.timeout_s, "sources": sources}))
+            )
             await self._stdin.drain()
             loaded = await self._reply()
         if "message" in loaded:
             raise UserError(str(loaded["message"]), str(loaded.get("remedy", "")))
         self.keywords = frozenset(map(str, loaded.get("keywords", ())))
+        self.digest = str(loaded.get("digest", ""))[:100]
+        self.sources = {str(path): bytes(body) for path, body in loaded.get("sources", {}).items()}
 
     async def ask(self, body: bytes, timeout_s: float) -> Verdict:
         """The child's verdict on one request. `timeout_s` counts from the start of the function's call.

@@ -61,5 +61,7 @@ class Verdict:
     """Process rewards, one for each token of the reply, in float32; empty without."""
     steps: tuple[tuple[int, float], ...] = ()
     """Rewards of steps, by the characters at which they end, as the function gave them; see `steps`."""
+    digest: str = ""
+    """Of the function that gave it: its source files and options; see `sources`."""
     step_ends: tuple[int, ...] = ()
     """The tokens at which the steps end that were rewarded; empty if each token is rewarded by itself."""

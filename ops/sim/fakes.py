@@ -187,12 +187,18 @@ class FakeLearner:
 class FakePool:
     """`actors.reward.pool.RewardPool` that takes its time, and fails as the scenario says."""
 
+    digest = ""
+
     def __init__(self, process: Process, children: int) -> None:
         self._process = process
         self._slots = asyncio.Semaphore(children)
 
     async def start(self) -> None:
         """See `RewardPool.start`."""
+
+    async def reload(self) -> str:
+        """See `RewardPool.reload`."""
+        return self.digest
 
     async def score(self, request: RewardRequest) -> Verdict:
         """See `RewardPool.score`."""

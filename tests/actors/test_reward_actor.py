@@ -27,7 +27,12 @@ class Pool:
         self.judge = judge
         self.asked = 0
 
+    digest = ""
+
     async def start(self) -> None: ...
+
+    async def reload(self) -> str:
+        return self.digest
 
     async def score(self, request: RewardRequest) -> Verdict:
         await asyncio.sleep(0.01)

@@ -118,7 +118,7 @@ async def test_the_pool_gives_verdicts_with_rewards_on_tokens(tmp_path: Path) ->
             assert (verdict.status, verdict.reward) == ("invalid", None)
             assert says in verdict.detail
         plain = await without.score(request(form="steps", steps=[[2, 0.5]]))
-        assert plain == Verdict("scored", 1.0, seconds=plain.seconds)
+        assert plain == Verdict("scored", 1.0, seconds=plain.seconds, digest=plain.digest)
     finally:
         await pool.close()
         await without.close()

@@ -164,6 +164,9 @@ class TwinRest:
     async def close(self) -> None:
         pass
 
+    async def reload(self) -> str:
+        return self.digest
+
     async def score(self, request: RewardRequest) -> Verdict:
         if self.speeds.reward_s:
             await asyncio.sleep(self.speeds.reward_s)
@@ -199,6 +202,7 @@ class TwinWeights:
 
     speeds: Speeds
     loop: TwinLoop
+    digest: str = ""
 
     def snapshot(self, version: int, weights: Mapping[str, Any]) -> Snapshot:
         return Snapshot(version, b"")

@@ -8,11 +8,12 @@ An answer that a function cannot use is a fault of the data: it raises, and the 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from actors.reward.sources import Sources
 from actors.reward.verifiers.options import read_options
 
 RewardFunction = Callable[..., Any]
@@ -39,11 +40,14 @@ class Setting:
     """The recipe's folder, where relative paths start."""
     timeout_s: float = 10.0
     """`reward.timeout_s`: a call that takes longer is killed."""
+    sources: Sources = field(default_factory=Sources)
+    """Notes which files the function is made of."""
 
 
 def load_builtin(name: str, options: Mapping[str, Any], setting: Setting) -> RewardFunction:
     """The built-in function `name`. Raises `UserError` for options that it does not take, and for what is missing."""
     module = import_module(BUILTINS[name])
+    setting.sources.note(Path(str(module.__file__)))
     function: RewardFunction = module.load(read_options(module.Options, options, name), setting)
     return function
 
