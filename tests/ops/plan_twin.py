@@ -151,6 +151,7 @@ class TwinRest:
     seed: int
     train_devices: int
     loop: TwinLoop
+    digest: str = ""
 
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         return (0,) * self.workload.lengths.prompt
@@ -202,7 +203,6 @@ class TwinWeights:
 
     speeds: Speeds
     loop: TwinLoop
-    digest: str = ""
 
     def snapshot(self, version: int, weights: Mapping[str, Any]) -> Snapshot:
         return Snapshot(version, b"")
