@@ -59,6 +59,7 @@ COMMANDS = (
     "trace",
     "diff",
     "eval",
+    "data",
     "chaos",
     "plan",
     "sim",
