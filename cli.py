@@ -28,9 +28,11 @@ from ops.commands.options import (
     RecipePath,
     ReportFile,
     RunName,
+    RunTarget,
     finish,
 )
 from ops.commands.replay import diff, replay, trace
+from ops.commands.reward import reward
 from ops.commands.scale import scale
 
 app = typer.Typer(
@@ -46,9 +48,6 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 RunDir = Annotated[Path | None, typer.Option("--dir", help="The run's folder; by default runs/NAME-TIMESTAMP.")]
-RunTarget = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
-]
 
 
 @app.command()
@@ -122,6 +121,7 @@ def up(
 
 
 app.command()(scale)
+app.add_typer(reward, name="reward")
 
 
 @app.command()

@@ -237,6 +237,8 @@ def _facts(life: Life) -> Table:
         table.add_row(
             "reward", told + (f" ({parts})" if parts else "") + (f": {scored.detail}" if scored.detail else "")
         )
+        if scored.reward_digest:
+            table.add_row("reward function", scored.reward_digest)
     if life.training is not None:
         training = life.training
         group = " ".join(_number(reward) for reward in training.group_rewards)

@@ -20,6 +20,9 @@ RunName = Annotated[str | None, typer.Option("--run-name", help="The run's name 
 LogTarget = Annotated[
     str | None, typer.Argument(metavar="[RUN_OR_FILE]", help="A run, or a recording's file; by default the newest run.")
 ]
+RunTarget = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; by default the newest.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")]
 ReportFile = Annotated[Path | None, typer.Option("--out", help="A file for the table, as Markdown.")]
 BenchDir = Annotated[
