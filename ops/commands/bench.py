@@ -196,6 +196,24 @@ def bench_weights(
     finish(command.bench_weights(size, rounds, steps, recipe, out))
 
 
+@bench.command("sandbox")
+def bench_sandbox(
+    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Runs of each program by each.")] = 20,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Of each run without a pause.")] = 10.0,
+    out: ReportFile = None,
+) -> None:
+    """Time programs in the sandbox beside a bare Python that runs the same.
+
+    ```
+    rollstream bench sandbox
+    rollstream bench sandbox --out docs/bench-sandbox.md
+    ```
+    """
+    from ops import bench_sandbox as command
+
+    finish(command.bench_sandbox(rounds, seconds, out))
+
+
 @bench.command("swap")
 def bench_swap(
     model: Annotated[

@@ -1,21 +1,20 @@
 """One sandbox, as its parent sees it: it takes programs one after another and says what came of each."""
 
 import contextlib
-import json
 import os
 import secrets
 import select
-import struct
 import subprocess
 import time
 from pathlib import Path
 
+from actors.reward.sandbox.inside import ENDS, HEAD, NONCE_BYTES, REQUEST
 from actors.reward.sandbox.limits import Call, Limits, Result, SandboxLost, Status
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # in which the supervisor answers after a program's time; not to be counted on, but as a last bound
+CLOSE_S = 0.5
 LOOK_S = 0.05  # between two looks at the memory of all processes
-HEAD_BYTES_MAX = 4096
 REPORT_KINDS: dict[bytes, Status] = {b"Kmemory": "memory", b"Kcompile_error": "compile_error", b"Kfailed": "failed"}
 
 
@@ -48,47 +47,34 @@ class Child:
         """Run `program`, or the function `call` of it. Everything that it does is a result."""
         self.wait_ready()
         begin = time.monotonic()
-        request = {
-            "program": program,
-            "stdin": stdin,
-            "call": call and [call.name, call.arguments],
-            "time_s": limits.time_s,
-            "memory_bytes": limits.memory_bytes,
-            "processes": limits.processes,
-            "file_bytes": limits.file_bytes,
-            "output_bytes": limits.output_bytes,
-            "files": limits.files,
-        }
-        body, nonce = json.dumps(request).encode(), secrets.token_bytes(16)
+        texts = [program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass"), b"", b""]
+        if call is not None:
+            texts[2:] = call.name.encode(), call.arguments.encode()
+        numbers = (limits.memory_bytes, limits.processes, limits.file_bytes, limits.output_bytes, limits.files)
+        head = REQUEST.pack(limits.time_s, *numbers, *map(len, texts))
+        nonce = secrets.token_bytes(NONCE_BYTES)
         deadline = begin + limits.time_s + GRACE_S
         memory = limits.memory_bytes
-        self._write(struct.pack(">I", len(body)) + body + nonce, deadline)
+        self._write(b"".join((head, *texts, nonce)), deadline)
         try:
-            header = self._read(4, deadline, memory)
-            (size,) = struct.unpack(">I", header)
-            if size > HEAD_BYTES_MAX:
+            head = self._read(HEAD.size, deadline, memory)
+            replied, end, code, seconds, clean, *sizes = HEAD.unpack(head)
+            if not secrets.compare_digest(replied, nonce) or end >= len(ENDS) or max(sizes) > limits.output_bytes:
                 raise SandboxLost("the sandbox broke the protocol")
-            head = json.loads(self._read(size, deadline))
-            if not secrets.compare_digest(str(head["nonce"]), nonce.hex()):
-                raise SandboxLost("the sandbox broke the protocol")
-            if any(not 0 <= size <= limits.output_bytes for size in head["sizes"]):
-                raise SandboxLost("the sandbox broke the protocol")
-            stdout, stderr, report = (self._read(size, deadline) for size in head["sizes"])
+            stdout, stderr, report = (self._read(size, deadline) for size in sizes)
         except _TooMuchMemory:
             self.clean = False
             self.kill()
             return Result("memory", "", "", time.monotonic() - begin)
-        except (ValueError, KeyError, TypeError) as error:
-            raise SandboxLost(f"the sandbox broke the protocol: {error}") from error
-        self.clean = head["clean"] is True
+        self.clean = clean
         value = None
         if call is not None and report.startswith(b"V"):
             value = report[1:].decode("utf-8", "replace")
         return Result(
-            _status(head["limit"], head["exit"], report),
+            _status(ENDS[end], code, report),
             stdout.decode("utf-8", "replace"),
             stderr.decode("utf-8", "replace"),
-            float(head["seconds"]),
+            seconds,
             value,
         )
 
@@ -98,11 +84,15 @@ class Child:
             self._process.kill()
 
     def close(self) -> None:
-        """End it, wait until it is gone, and close its pipes."""
-        self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        """End it, wait until it is gone, and close its pipes. One that waits for a program ends by itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        for timeout_s in (CLOSE_S, 10.0):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+                break
+            self.kill()
+        for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
 

@@ -13,7 +13,7 @@ import queue
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -46,7 +46,9 @@ class Launcher:
 
     def __init__(self, tmp_bytes: int) -> None:
         self._tmp_bytes = tmp_bytes
-        self._orders: queue.SimpleQueue[Future[subprocess.Popen[bytes]] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Future[subprocess.Popen[bytes]] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._work, name="sandbox launcher", daemon=True)
         self._bwrap = find_bwrap()
         self._filter = bpf()
@@ -61,6 +63,10 @@ class Launcher:
         self._orders.put(future)
         return future
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Have something done by the thread, so that nobody waits for it."""
+        self._orders.put(work)
+
     def close(self) -> None:
         """End the thread, and with it all that it has started. The orders before are carried out."""
         self._orders.put(None)
@@ -74,6 +80,9 @@ class Launcher:
         except BaseException as raised:
             error = raised
         while (future := self._orders.get()) is not None:
+            if not isinstance(future, Future):
+                future()
+                continue
             if not future.set_running_or_notify_cancel():
                 continue
             if error is None:

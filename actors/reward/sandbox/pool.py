@@ -130,6 +130,13 @@ class Sandbox:
                 return child
             child.close()
 
+    def _end(self, child: Child) -> None:
+        with self._lock:
+            if self._launcher is not None:
+                self._launcher.later(child.close)
+                return
+        child.close()
+
 
 class Box:
     """A place in the pool, with at most one sandbox at a time. Use it from one thread; `cancel` from any."""
@@ -154,6 +161,8 @@ class Box:
                     raise SandboxLost("the run was cancelled")
                 result = self._child.run(program, stdin, call, limits or self._pool.limits)
             except SandboxLost:
+                if self._child is not None:
+                    self._child.kill()
                 self._drop()
                 if attempt == ATTEMPTS or self._cancelled:
                     raise
@@ -192,6 +201,7 @@ class Box:
             child.kill()
 
     def _drop(self) -> None:
+        """End the sandbox; whoever waits for a result does not wait for that."""
         child, self._child = self._child, None
         if child is not None:
-            child.close()
+            self._pool._end(child)

@@ -75,6 +75,11 @@ HONEST: list[tuple[str, str, list[tuple[Any, Any]]]] = [
      [("", "ok")]),
     ("numpy_free_matrix", "a = [[1, 2], [3, 4]]\nprint(*[sum(x * y for x, y in zip(r, c)) for r in a for c in zip(*a)])",
      [("", "7 10 15 22")]),
+    ("file_left_open", "out = open(1, 'w')\nout.write('kept')", [("", "kept")]),
+    ("output_closed", "import sys\nprint(1)\nsys.stdout.close()", [("", "1")]),
+    ("output_replaced", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(1)", [("", "1")]),
+    ("deleted_at_the_end", "class A:\n    def __del__(self): print('gone')\na = A()\nprint('end')", [("", "end\ngone")]),
+    ("exit_by_exit", "print(1)\nimport sys\nsys.exit(None)", [("", "1")]),
     # ---- functions
     ("function", "def solve(a, b): return a + b", [([2, 3], 5), ([-1, 1], 0)]),
     ("method_of_solution", "class Solution:\n    def solve(self, nums): return sorted(nums)", [([[3, 1, 2]], [1, 2, 3])]),

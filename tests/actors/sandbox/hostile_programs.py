@@ -183,7 +183,7 @@ builtins.type = lambda x: bool
 builtins.print = lambda *a, **k: None
 def solve(x): return object()
 """),
-    ("import_hook", "wrong", """
+    ("import_hook", "failed", """
 import sys
 class Hook:
     def find_spec(self, name, path=None, target=None): raise ImportError(name)
