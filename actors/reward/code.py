@@ -18,7 +18,7 @@ from typing import Any, Literal
 from actors.reward.compare import same_output, same_value
 from actors.reward.program import Where, find_program
 from actors.reward.sandbox import Box, Call, Limits, Sandbox
-from actors.reward.verifiers import RewardFunction, Setting
+from actors.reward.verifiers import Setting
 from schemas.errors import UserError
 
 TESTS_MAX = 1000
@@ -78,8 +78,35 @@ class Test:
     weight: float
 
 
-def load(options: Options, setting: Setting) -> RewardFunction:
-    """The `code` function, with a sandbox of its own. Raises `UserError` where code cannot be isolated."""
+class CodeReward:
+    """The reward function, with a sandbox of its own. It is closed with its process, or by `close`."""
+
+    def __init__(self, options: Options, total_s: float) -> None:
+        self._options = options
+        self._total_s = total_s
+        self._sandbox = Sandbox(options.limits(), children=1)
+        self._sandbox.start()
+
+    def __call__(self, response: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The score of the program in the reply, how many tests it passed, and of what the others failed.
+
+        Raises `ValueError` for a row without tests, and `SandboxLost` if the sandbox fails.
+        """
+        options = self._options
+        tests = read_tests(task.get(options.tests_key), options.tests_key)
+        program = find_program(response, options.extract)
+        if program is None:
+            return _scored(0.0, 0, len(tests), Counter(no_program=1))
+        with self._sandbox.borrow() as box:
+            return grade(box, program, tests, options, self._total_s)
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self._sandbox.close()
+
+
+def load(options: Options, setting: Setting) -> CodeReward:
+    """The `code` function. Raises `UserError` where code cannot be isolated."""
     total = setting.timeout_s * SHARE_OF_TIMEOUT
     if options.total_time_s is not None:
         if not 0 < options.total_time_s <= total:
@@ -89,19 +116,7 @@ def load(options: Options, setting: Setting) -> RewardFunction:
                 f"Raise reward.timeout_s to {math.ceil(options.total_time_s / SHARE_OF_TIMEOUT)} or more.",
             )
         total = options.total_time_s
-    sandbox = Sandbox(options.limits(), children=1)
-    sandbox.start()
-
-    def code(response: str, task: Mapping[str, Any]) -> dict[str, Any]:
-        """The score of the program in the reply, how many tests it passed, and of what the others failed."""
-        tests = read_tests(task.get(options.tests_key), options.tests_key)
-        program = find_program(response, options.extract)
-        if program is None:
-            return _scored(0.0, 0, len(tests), Counter(no_program=1))
-        with sandbox.borrow() as box:
-            return grade(box, program, tests, options, total)
-
-    return code
+    return CodeReward(options, total)
 
 
 def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total_s: float) -> dict[str, Any]:

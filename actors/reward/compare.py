@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 DEPTH_MAX = 100
 DIGITS_MAX = 1000
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?", re.ASCII)
+_SPACES = re.compile(r"(\s+)")
 _FRACTIONAL = re.compile(r"[.eE]")
 _NOTHING = object()
 
@@ -54,7 +55,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_words(given: str, expected: str, tolerance: float) -> bool:
-    got, wanted = given.split(), expected.split()
+    got, wanted = _SPACES.split(given), _SPACES.split(expected)  # with the spaces between them
     return len(got) == len(wanted) and all(
         a == b or _close_words(a, b, tolerance) for a, b in zip(got, wanted, strict=True)
     )

@@ -1,0 +1,128 @@
+"""The code reward's scores and verdicts, test by test, and rows that it cannot use."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from actors.reward.child import answer
+from actors.reward.code import Options, load, read_tests
+from actors.reward.verifiers import Setting, check_options
+from schemas import UserError
+
+Score = Callable[..., dict[str, Any]]
+TESTS = [{"stdin": str(number), "stdout": str(2 * number)} for number in range(9)]
+
+
+@pytest.fixture(scope="module")
+def rewards() -> Iterator[dict[str, Score]]:
+    made = {
+        score: load(Options(score=score, test_time_s=2.0, memory_mb=200), Setting())  # type: ignore[arg-type]
+        for score in ("all", "fraction", "weighted")
+    }
+    yield dict(made)
+    for reward in made.values():
+        reward.close()
+
+
+def fenced(program: str) -> str:
+    return f"Here:\n```python\n{program}\n```\n"
+
+
+def test_all_or_nothing_stops_at_the_first_failure(rewards: dict[str, Score]) -> None:
+    right = rewards["all"](fenced("print(2 * int(input()))"), {"tests": TESTS})
+    wrong = rewards["all"](fenced("x = int(input())\nprint(2 * x if x < 7 else 0)"), {"tests": TESTS})
+    assert (right["reward"], right["detail"]) == (1.0, "passed 9/9")
+    assert (wrong["reward"], wrong["passed"], wrong["wrong"], wrong["detail"]) == (0.0, 7, 1, "passed 7/9, wrong")
+
+
+def test_a_fraction_counts_every_test(rewards: dict[str, Score]) -> None:
+    found = rewards["fraction"](
+        fenced("x = int(input())\nassert x != 3\nprint(2 * x if x < 7 else 0)"), {"tests": TESTS}
+    )
+    assert (found["reward"], found["failed"], found["wrong"]) == (pytest.approx(6 / 9), 1, 2)
+    assert found["detail"] == "passed 6/9, wrong, failed"
+
+
+def test_weights_count_for_what_they_say(rewards: dict[str, Score]) -> None:
+    tests = [{**TESTS[1], "weight": 3}, {**TESTS[2], "weight": 0.5}, TESTS[3]]
+    found = rewards["weighted"](fenced("x = int(input())\nprint(2 * x if x < 2 else 0)"), {"tests": tests})
+    assert found["reward"] == pytest.approx(3 / 4.5)
+
+
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        ("no program", "no_program"),
+        (fenced("def f(:"), "compile_error"),
+        (fenced("while True: pass"), "timeout"),
+        (fenced("x = bytearray(1 << 40)"), "memory"),
+        (fenced("import socket; socket.socket()"), "forbidden"),
+        (fenced("while True: print('x' * 1000)"), "output"),
+        (fenced("1 / 0"), "failed"),
+        (fenced("import os; os.kill(os.getpid(), 9)"), "failed"),
+        (fenced("pass"), "wrong"),
+    ],
+)
+def test_each_way_to_fail_is_a_part_of_the_verdict(rewards: dict[str, Score], reply: str, part: str) -> None:
+    """As the reward process sends it: numbers by name, and the sentence as the detail."""
+    verdict = answer(rewards["all"], {"response": reply, "task": {"tests": TESTS[:1]}})
+    assert (verdict["status"], verdict["reward"], verdict["detail"]) == ("scored", 0.0, f"passed 0/1, {part}")
+    assert {name for name, count in verdict["parts"].items() if count} == {part, "tests"}
+
+
+def test_time_for_all_tests_is_bounded_and_what_was_not_run_is_a_timeout() -> None:
+    with contextlib.closing(load(Options(score="fraction", test_time_s=0.5, total_time_s=1.2), Setting())) as reward:
+        found = reward(fenced("import time\nif int(input()): time.sleep(9)\nprint(0)"), {"tests": TESTS})
+    assert (found["passed"], found["timeout"]) == (1, 8)
+
+
+def test_tests_of_functions_and_of_programs_may_be_mixed(rewards: dict[str, Score]) -> None:
+    tests = [{"function": "double", "args": [4], "expected": 8}, {"stdin": "", "stdout": "ready"}]
+    assert rewards["all"](fenced("def double(x): return 2 * x\nprint('ready')"), {"tests": tests})["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (None, "no list of tests 'tests'"),
+        ([], "no list of tests 'tests'"),
+        ("[]", "no list of tests 'tests'"),
+        ([1], r"tests\[0\] is int, not a map"),
+        ([{}], r"tests\[0\] needs 'stdin' and 'stdout'"),
+        ([{"stdin": 1, "stdout": "1"}], r"tests\[0\] needs 'stdin' and 'stdout'"),
+        ([{"function": "f", "args": [1]}], r"tests\[0\] has no 'expected'"),
+        ([{"function": "f()", "args": [], "expected": 1}], "not a function's name"),
+        ([{"function": "f", "args": "1", "expected": 1}], "not a function's name with a list"),
+        ([{"function": "f", "args": [b"1"], "expected": 1}], "no JSON"),
+        ([{"stdout": "", "weight": 0}], "weight"),
+        ([{"stdout": ""}] * 1001, "1001 tests, more than 1000"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_the_datas_fault(tests: Any, reason: str) -> None:
+    """An error, never a 0 for the model."""
+    with pytest.raises(ValueError, match=reason):
+        read_tests(tests, "tests")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"score": "some"}, "all or fraction or weighted"),
+        ({"memory_mb": 0}, "more than 0"),
+        ({"tolerance": -1.0}, "0 or more"),
+        ({"tests": "x"}, "tests_key"),
+    ],
+)
+def test_options_are_checked_with_the_recipe(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_options("code", options)
+    assert reason in caught.value.remedy
+
+
+def test_a_total_time_beyond_the_processes_own_is_refused() -> None:
+    """The process would be killed first, and its samples lost instead of scored."""
+    with pytest.raises(UserError, match="total_time_s = 9 s") as caught:
+        load(Options(total_time_s=9.0), Setting(timeout_s=10.0))
+    assert "Raise reward.timeout_s to 12" in caught.value.remedy
