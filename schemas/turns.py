@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from schemas.base import Sample, covers, register, same_length
 from schemas.errors import MalformedMessage
@@ -32,7 +32,8 @@ class Turn(Sample):
     episode was begun anew with what cannot be repeated. `prompt_tokens` int32[P]. At most `max_new_tokens` are made,
     0: as many as the recipe allows. The first of the strings `stop` that the answer's text holds ends it. `listener`
     wants to be told of the tokens while they are made; empty: nobody does. No token comes from a version below
-    `min_version`.
+    `min_version`. `context` is what the episode needs beside the answer to go on from here in another life; it is no
+    part of what is asked.
     """
 
     TYPE: ClassVar[str] = "turn"
@@ -45,11 +46,14 @@ class Turn(Sample):
     seed: int = integer()
     min_version: int = integer()
     listener: str = string(200, "")
+    context: dict[str, Any] | None = data(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.stop, list) or len(self.stop) > STOPS_MAX or not all(map(_is_stop, self.stop)):
             raise MalformedMessage(f"turn.stop must be at most {STOPS_MAX} strings of 1 to {STOP_CHARS_MAX} characters")
+        if not isinstance(self.context, dict | None):
+            raise MalformedMessage("turn.context must be a map")
 
     @property
     def place(self) -> str:

@@ -19,7 +19,7 @@ from actors.episode.builtin import Episode
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Exchange
-from actors.episode.policy import Bound, Policy
+from actors.episode.policy import Bound, GivenUp, Policy
 from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
 from actors.gauges import Gauges
 from bus.port import Bus, Delivery
@@ -148,6 +148,8 @@ class EpisodeWorker:
                         )
                     except UserError:
                         raise
+                    except GivenUp as error:
+                        return self._dropped(prompt, policy, error.reason, str(error))
                     except EmptyTrajectory as error:
                         return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
                     except Exception as error:

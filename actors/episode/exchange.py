@@ -21,7 +21,7 @@ from schemas import Answer, MalformedMessage, Turn
 
 log = structlog.get_logger()
 
-OnTokens: TypeAlias = Callable[[int, tuple[int, ...]], None]
+OnTokens: TypeAlias = Callable[[int, int, tuple[int, ...], tuple[float, ...]], None]  # choice, start, both for each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Exchange:
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
         self._name = name
-        self._listening: dict[str, OnTokens] = {}
+        self._listening: dict[str, tuple[int, OnTokens]] = {}
         self._from = 1
         self._waiting: defaultdict[str, list[asyncio.Future[Answer]]] = defaultdict(list)
 
@@ -69,11 +69,15 @@ class Exchange:
     async def hear(self) -> None:
         """Hear of the tokens that are being made, for ever. Anything may be lost on the way."""
         async for told in self._bus.told(self._name):
-            on_tokens = self._listening.get(str(told.get("turn")))
-            start, new = told.get("start"), told.get("tokens")
-            if on_tokens is not None and isinstance(start, int) and isinstance(new, bytes) and len(new) % 4 == 0:
+            listening = self._listening.get(str(told.get("turn")))
+            start, new, logprobs = told.get("start"), told.get("tokens"), told.get("logprobs")
+            if listening is None or not (isinstance(new, bytes) and isinstance(logprobs, bytes)):
+                continue
+            if isinstance(start, int) and len(new) == len(logprobs) and len(new) % 4 == 0:
+                choice, on_tokens = listening
                 try:
-                    on_tokens(start, tuple(np.frombuffer(new, "<i4").tolist()))
+                    tokens = tuple(np.frombuffer(new, "<i4").tolist())
+                    on_tokens(choice, start, tokens, tuple(np.frombuffer(logprobs, "<f4").tolist()))
                 except Exception as error:  # somebody else's, and not worth the turn
                     del self._listening[str(told["turn"])]
                     log.warning("listener_failed", turn=told["turn"], error=repr(error))
@@ -81,12 +85,12 @@ class Exchange:
     async def ask(self, turn: Turn, on_tokens: OnTokens | None = None) -> Answered:
         """The answer to a turn, from the log or from a rollout worker. Waits as long as that takes.
 
-        `on_tokens(start, tokens)` is called with tokens as they are made, from place `start` on. Some may never come,
-        and what came may be made anew, from an earlier place on; the answer is the truth.
+        `on_tokens(choice, start, tokens, logprobs)` is called with tokens as they are made, from place `start` on. Some
+        may never come, and what came may come again; what came stands on the log as a partial, so the answer keeps it.
         """
         if on_tokens is not None:
             turn = dataclasses.replace(turn, listener=self._name)
-            self._listening[turn.id] = on_tokens
+            self._listening[turn.id] = turn.choice, on_tokens
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[turn.id].append(future)
         try:

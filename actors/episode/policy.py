@@ -25,13 +25,21 @@ from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Conversation, Tokenizer
 from actors.episode.exchange import Answered, OnTokens
 from actors.episode.trajectory import Said, Trajectory
-from schemas import Answer, Finish, Prompt, Turn
+from schemas import Answer, DropReason, Finish, Prompt, Turn
 
 SEED_BITS = 62
 
 
 class Bound(Exception):
     """An episode has come to one of its bounds: it is cut, and what was said until then is its trajectory."""
+
+
+class GivenUp(Exception):
+    """An episode that shall not be trained: its sample is dropped with this reason."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason: DropReason = reason
 
 
 class Asks(Protocol):
@@ -80,12 +88,13 @@ class Policy:
         stop: Sequence[str] = (),
         n: int = 1,
         on_tokens: OnTokens | None = None,
+        context: dict[str, Any] | None = None,
     ) -> list[Answer]:
         """`n` answers to these tokens, each drawn by itself; all of them belong to the episode.
 
         At most `max_new_tokens` tokens, and never more than the recipe allows. The first string of `stop` that the text
-        holds ends an answer. `on_tokens(start, tokens)` is told of the first answer while it is made: see
-        `Exchange.ask`.
+        holds ends an answer. `on_tokens` is told of the answers while they are made: see `Exchange.ask`. `context` is
+        kept with the turns on the log.
 
         Raises:
             Bound: the episode has used its turns or its tokens, or the prompt leaves the model no room.
@@ -111,11 +120,11 @@ class Policy:
                 stop=list(stop),
                 seed=seed_of(self.prompt.seed, self._attempt, number, choice),
                 min_version=self.prompt.min_version,
+                context=context,
             )
             for choice in range(n)
         ]
-        told = [on_tokens if turn.choice == 0 else None for turn in turns]
-        answered = await asyncio.gather(*map(self._exchange.ask, turns, told))
+        answered = await asyncio.gather(*(self._exchange.ask(turn, on_tokens) for turn in turns))
         for one in answered:
             self.log.reused += one.reused
             if one.elsewhere and self.log.diverged is None:

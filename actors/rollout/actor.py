@@ -76,7 +76,7 @@ class RolloutWorker:
         self.engine = engine
         self._guard = Guard(engine, early_stop) if early_stop is not None else None
         self._ended = Ended(bus) if turns else None
-        self._watch = TurnWatch(bus, engine, tokenizer.decode)
+        self._watch = TurnWatch(bus, engine, tokenizer.decode, name)
         self.weights = weights
         self.name = name
         self.decode = tokenizer.decode

@@ -17,6 +17,7 @@ import numpy as np
 
 from actors.rollout.early_stop import Cut, shortened
 from actors.rollout.engine import Engine, Generation
+from actors.rollout.turns import partial_of
 from bus.port import Bus
 from schemas import Turn
 
@@ -53,8 +54,9 @@ class _Running:
 class TurnWatch:
     """`watch` must run beside whoever generates."""
 
-    def __init__(self, bus: Bus, engine: Engine, decode: Decode) -> None:
+    def __init__(self, bus: Bus, engine: Engine, decode: Decode, name: str) -> None:
         self._bus = bus
+        self._name = name
         self._engine = engine
         self._decode = decode
         self._running: dict[str, _Running] = {}
@@ -94,8 +96,15 @@ class TurnWatch:
     async def _look(self, running: _Running, generation: Generation) -> None:
         turn, count = running.turn, len(generation.tokens)
         if turn.listener and count > running.told:
-            new = np.array(generation.tokens[running.told :], "<i4").tobytes()
-            await self._bus.tell(turn.listener, {"turn": turn.id, "start": running.told, "tokens": new})
+            # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it.
+            await self._bus.publish(partial_of(generation, self._name))
+            told = {
+                "turn": turn.id,
+                "start": running.told,
+                "tokens": np.array(generation.tokens[running.told :], "<i4").tobytes(),
+                "logprobs": np.array(generation.logprobs[running.told :], "<f4").tobytes(),
+            }
+            await self._bus.tell(turn.listener, told)
             running.told = count
         if turn.stop and count > running.looked and not running.stopped.done():
             span = max(map(len, turn.stop)) + MARGIN_TOKENS
