@@ -65,7 +65,7 @@ class RewardWorker:
         self._failed_groups: set[int] = set()  # in a row
         self._reloaded: dict[str, Any] = {}
         self._ever_scored = False
-        self._broken: asyncio.Future[Verdict] | None = None
+        self._broken: asyncio.Future[UserError] | None = None
         self._stop = asyncio.Event()
         self.gauges = Gauges(bus, name, "reward", self._read_gauges)
 
@@ -94,7 +94,7 @@ class RewardWorker:
                     obeying.cancel()
                     await asyncio.gather(obeying, return_exceptions=True)
                 if broken:
-                    raise self._sentence(self._broken.result())
+                    raise self._broken.result()
         finally:
             await self.pool.close()
             await self.bus.beat(self.gauges.beat_now())  # the children have ended, so that their CPU is known
@@ -114,7 +114,7 @@ class RewardWorker:
                 break
             self._tell(message, verdict)
             if self._gone() and not self._broken.done():
-                self._broken.set_result(verdict)
+                self._broken.set_result(self._sentence(verdict))
                 self._stop.set()  # at once: what is handed back would come again
             if self._broken.done():
                 return HandBack([])
@@ -188,7 +188,8 @@ class RewardWorker:
         groups = f", for {len(self._failed_groups)} groups" if self._ever_scored else ""
         return UserError(
             f"The reward function {self.config.function} {what} {self._in_a_row} times in a row{groups}.",
-            "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept and will be scored then.",
+            "Mend it and continue with `rollstream run RECIPE --resume`; what has no verdict yet is kept and will be "
+            "scored then.",
         )
 
     def _read_gauges(self) -> dict[str, Any]:
