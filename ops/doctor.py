@@ -54,6 +54,7 @@ def examine(folder: Path) -> list[Finding]:
         "nats-server": _nats,
         "torch": _torch,
         "transformers": _transformers,
+        "sandbox": _sandbox,
     }
     return [_guarded(name, check) for name, check in checks.items()] + [_extra(*extra) for extra in EXTRAS]
 
@@ -167,6 +168,22 @@ async def _store_one() -> float:
             await bus.close()
             await server.stop()
     return time.monotonic() - started
+
+
+def _sandbox() -> Finding:
+    """Runs a program in it: whether a machine lets itself be isolated from is not to be told otherwise."""
+    from actors.reward.sandbox import Sandbox
+
+    sandbox = Sandbox(children=1)
+    started = time.monotonic()
+    try:
+        sandbox.start()
+        seconds = time.monotonic() - started
+    except UserError as error:
+        return Finding("sandbox", "optional", f"needed for the reward `code`: {error.message}", error.remedy)
+    finally:
+        sandbox.close()
+    return Finding("sandbox", "good", f"ran a program in {seconds:.2f} s (bubblewrap)")
 
 
 def _torch() -> Finding:

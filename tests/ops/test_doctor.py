@@ -71,3 +71,14 @@ def test_a_check_that_fails_in_its_own_way_is_a_finding_too(tmp_path: Path, monk
 
     monkeypatch.setattr(doctor, "_cores", broken)
     assert any("no such thing" in finding.detail and finding.state == "bad" for finding in examine(tmp_path))
+
+
+def test_a_machine_without_a_sandbox_runs_all_but_code_and_is_told_how_to_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is needed for one reward only; here it is there, or the tests of the sandbox would fail."""
+    assert "ran a program" in by_name(tmp_path)["sandbox"].detail
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = by_name(tmp_path)["sandbox"]
+    assert without.state == "optional"
+    assert "apt-get install bubblewrap" in without.remedy

@@ -81,7 +81,8 @@ class Launcher:
             error = raised
         while (future := self._orders.get()) is not None:
             if not isinstance(future, Future):
-                future()
+                with contextlib.suppress(OSError):
+                    future()
                 continue
             if not future.set_running_or_notify_cancel():
                 continue
