@@ -1,4 +1,4 @@
-"""`rollstream reward reload`: have a run's reward workers read the reward function's file anew, and tell what they did."""
+"""`rollstream reward reload`: have reward workers read the function's file anew, and tell what they did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ops.recipe import Recipe
 from ops.status import is_down
 from schemas import Control, UserError
 
-LISTEN_S = 2.5 * BEAT_EVERY_S  # in which each worker is heard
+LISTEN_S = 1.5 * BEAT_EVERY_S  # in which each worker is heard
 SLACK_S = 10.0  # for an answer, beside the time that starting a reward process may take
 
 
@@ -95,6 +95,8 @@ def _waited_for(beats: Mapping[str, Mapping[str, Any]], asked: list[str], seq: i
 def _told(name: str, beat: Mapping[str, Any], missing: bool) -> str:
     if missing:
         return f"{name}: no answer; the word is in the log, and it will read the file when it gets to it"
+    if beat.get("state") == "ended":
+        return f"{name}: has ended"
     if beat.get("reload_error"):
         return f"{name}: kept {beat.get('reward_digest')}: {beat['reload_error']}"
     before, after = beat.get("digest_before"), beat.get("reward_digest")
