@@ -61,8 +61,12 @@ class HfTokenizer:
         """Whether chat messages can be encoded."""
         return self._tokenizer.chat_template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
+    ) -> str:
         """Chat messages as text by the model's chat template, ready for the answer; `tools` in OpenAI's format.
+
+        `options` go to the template, over those of the data.
 
         Raises `UserError` if there is no template, or it refuses them.
         """
@@ -79,7 +83,7 @@ class HfTokenizer:
                 tools=told,
                 add_generation_prompt=True,
                 tokenize=False,
-                **self._template_options,
+                **(self._template_options | options),
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise UserError(
