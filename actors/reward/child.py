@@ -82,7 +82,7 @@ def work(spec: str, base: Path | None, requests: BinaryIO, replies: BinaryIO) ->
     told = unpack(body)
     sources = Sources(told["sources"])
     try:
-        function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"], sources))
+        function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"], told["shared"], sources))
     except UserError as error:
         _reply(replies, {"message": error.message, "remedy": error.remedy})
         return

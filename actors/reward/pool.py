@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from actors.reward.config import RewardConfig
 from actors.reward.frames import REQUEST_BYTES_MAX, pack
 from actors.reward.process import ChildLost, ChildSilent, RewardProcess
 from actors.reward.steps import Decode, place
+from actors.reward.throttle import open_shared
 from actors.reward.verdict import RewardRequest, Verdict
 from schemas.errors import UserError
 
@@ -41,6 +43,7 @@ class RewardPool:
         self._generation = 0
         self.digest = ""
         """Of the function as it is loaded now."""
+        self._shared = open_shared()
         self._closed = False
 
     async def start(self) -> None:
@@ -114,6 +117,9 @@ class RewardPool:
             await self._slots.acquire()
         for _ in range(self._config.children):
             self._slots.release()
+        if self._shared >= 0:
+            os.close(self._shared)
+            self._shared = -1
 
     async def _attempt(self, request: RewardRequest) -> Verdict:
         config = self._config
@@ -167,7 +173,7 @@ class RewardPool:
         return None
 
     async def _new_child(self, sources: Mapping[str, bytes]) -> RewardProcess:
-        child = await RewardProcess.spawn(self._config.function, self._base)
+        child = await RewardProcess.spawn(self._config.function, self._base, self._shared)
         child.generation = self._generation
         self._alive.add(child)
         try:

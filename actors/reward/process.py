@@ -32,7 +32,7 @@ class ChildSilent(Exception):
 class RewardProcess:
     """A child. `spawn` it, `load` it, then `ask` it; after `ChildLost` or `ChildSilent` only `kill` is left to do."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, shared: int) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.keywords: frozenset[str] = frozenset()
@@ -43,14 +43,15 @@ class RewardProcess:
         """Of the function, counted by the pool from load to load."""
         self.sources: dict[str, bytes] = {}
         """The user's files that it ran, by path."""
+        self._shared = shared
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self._output = b""
         self._reader = asyncio.create_task(self._keep_output())
 
     @classmethod
-    async def spawn(cls, spec: str, base: Path | None) -> "RewardProcess":
-        """Start a child for the function `spec`; it is not ready before `load`."""
+    async def spawn(cls, spec: str, base: Path | None, shared: int) -> "RewardProcess":
+        """Start a child for the function `spec`; it is not ready before `load`. It inherits the descriptor `shared`."""
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = await asyncio.create_subprocess_exec(
             # -P: the current folder must not shadow our packages; -u: what it prints is seen even if it is killed
@@ -61,8 +62,9 @@ class RewardProcess:
             stderr=asyncio.subprocess.PIPE,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},  # several children share the cores
             start_new_session=True,
+            pass_fds=(shared,),
         )
-        return cls(process)
+        return cls(process, shared)
 
     async def load(self, config: RewardConfig, sources: Mapping[str, bytes]) -> None:
         """Have the child load the function, and wait until it has. `sources` are run instead of these files.
@@ -70,9 +72,13 @@ class RewardProcess:
         Raises `UserError` if it cannot, `ChildLost` if the child dies over it, `ChildSilent` if it takes too long.
         """
         async with self._deadline(config.start_timeout_s):
-            self._stdin.write(
-                frame(pack({"options": config.options, "timeout_s": config.timeout_s, "sources": sources}))
-            )
+            told = {
+                "options": config.options,
+                "timeout_s": config.timeout_s,
+                "sources": sources,
+                "shared": self._shared,
+            }
+            self._stdin.write(frame(pack(told)))
             await self._stdin.drain()
             loaded = await self._reply()
         if "message" in loaded:

@@ -25,6 +25,7 @@ BUILTINS: dict[str, str] = {
     "regex": "actors.reward.verifiers.regex",
     "json_schema": "actors.reward.verifiers.json_schema",
     "math_verify": "actors.reward.verifiers.math",
+    "judge": "actors.reward.verifiers.judge",
     "composite": "actors.reward.verifiers.composite",
     "code": "actors.reward.code",
     "reasoning_gym": "actors.reward.verifiers.reasoning_gym",
@@ -40,6 +41,8 @@ class Setting:
     """The recipe's folder, where relative paths start."""
     timeout_s: float = 10.0
     """`reward.timeout_s`: a call that takes longer is killed."""
+    shared: int | None = None
+    """A descriptor that all processes of a worker have, for limits that they share; see `throttle`."""
     sources: Sources = field(default_factory=Sources)
     """Notes which files the function is made of."""
 
