@@ -162,16 +162,14 @@ def _status(limit: str, code: int, report: bytes) -> Status:
 
 
 def _resident_bytes(root: int) -> int:
-    """Of the process and all that descend from it; what is shared with others is left out."""
+    """Of the process and all that descend from it, without files; what they share counts for each."""
     total, waiting = 0, [root]
     while waiting:
         pid = waiting.pop()
         with contextlib.suppress(OSError, ValueError, IndexError):
-            _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
-            total += (int(resident) - int(shared)) * _PAGE
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith(("RssAnon:", "RssShmem:")):
+                    total += int(line.split()[1]) << 10
             for task in os.listdir(f"/proc/{pid}/task"):
                 waiting += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return total
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -99,14 +99,14 @@ def _become(request: dict[str, Any], pipes: list[tuple[int, int]]) -> None:
         os.dup2(pipe[side], 60 + fd)
     for fd in range(4):
         os.dup2(60 + fd, fd, inheritable=fd < 3)
-    os.closerange(4, 256)
+    os.closerange(4, 1 << 16)
     limits = {
         resource.RLIMIT_CPU: int(request["time_s"]) + 2,
         resource.RLIMIT_AS: request["memory_bytes"],
         resource.RLIMIT_NPROC: request["processes"] + 1,
         resource.RLIMIT_FSIZE: request["file_bytes"],
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 would still start the host's handler of crashes
     }
     for name, limit in limits.items():  # at the lower limit of CPU time comes SIGXCPU, which tells why
         resource.setrlimit(name, (limit, limit + (name == resource.RLIMIT_CPU)))
@@ -194,7 +194,10 @@ def _end(child: int) -> int:
 
 
 def _reply(status: str, code: int, seconds: float, parts: list[bytes]) -> None:
-    clean = not os.listdir("/tmp")
+    try:
+        clean = not os.listdir("/tmp")
+    except OSError:  # the program may have closed it to us
+        clean = False
     nonce = _read(NONCE_BYTES)
     exit_status = os.waitstatus_to_exitcode(code)
     head = HEAD.pack(nonce, ENDS.index(status), exit_status, seconds, clean, *map(len, parts))

@@ -278,6 +278,24 @@ try:
     while True: held.append(mmap.mmap(-1, 64 << 20)); held[-1].write(b"x" * (16 << 20))
 except (OSError, MemoryError): pass
 """),
+    ("shared_memory_of_many", "memory", """
+import mmap, os, time
+for _ in range(8):
+    if not os.fork():
+        held = mmap.mmap(-1, 150 << 20)
+        for _ in range(150): held.write(b"x" * (1 << 20))
+        time.sleep(9)
+time.sleep(9)
+"""),
+    ("folder_closed", "wrong", "import os\nopen('/tmp/x', 'w').close()\nos.chmod('/tmp', 0)"),
+    ("folders_without_end", "", """
+import os
+while True:
+    os.mkdir("d"); os.chdir("d")
+"""),
+    ("odd_names", "wrong", "import os\nfor i in range(1, 47): open(b'/tmp/' + bytes([i, 255]), 'w').close()"),
+    ("stdin_closed", "wrong", "import os\nos.close(0)"),
+    ("crash", "failed", "import ctypes\nctypes.string_at(1)"),
     ("compile_bomb", "", "x = " + "(" * 5000 + ")" * 5000),
     ("constant_bomb", "", "x = ((1,) * 10000000 for _ in ())\ny = 'a' * 4096 * 4096 * 4096\nprint(len(y))"),
     ("regex_bomb", "timeout", "import re\nre.match('(a+)+$', 'a' * 60 + 'b')"),
