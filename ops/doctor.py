@@ -28,6 +28,8 @@ MEMORY_GB_FEW = 4.0  # the small recipe's processes; SmolLM2 takes 5.5 GiB
 DISK_GB_FEW = 2.0
 EXTRAS = (
     ("math", "math_verify", "the reward `math_verify`"),
+    ("json", "jsonschema", "the reward `json_schema`"),
+    ("judge", "httpx", "the reward `judge`"),
     ("lora", "peft", "`trainer.lora`"),
     ("parquet", "pyarrow", "data in Parquet files"),
     ("smollm2", "gguf", "recipes/smollm2.yaml"),

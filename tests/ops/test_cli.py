@@ -60,6 +60,7 @@ COMMANDS = (
     "diff",
     "eval",
     "data",
+    "reward reload",
     "chaos",
     "plan",
     "sim",
