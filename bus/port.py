@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from bus.table import Consumer, Stream
-from schemas import Answer, Message, Partial, Turn, decode, parse_sample_id
+from schemas import Answer, Message, Note, Partial, Turn, decode, parse_sample_id
 from schemas.ids import parse_pair
 
 ID_HEADER = "Nats-Msg-Id"
@@ -88,6 +88,8 @@ def key_of(message: Message) -> str:
         return message.of
     if isinstance(message, Turn):
         return message.place
+    if isinstance(message, Note):
+        return message.id
     return message.turn if isinstance(message, Answer) else ""
 
 

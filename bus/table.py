@@ -17,6 +17,7 @@ from schemas import (
     Dropped,
     Evaluation,
     Message,
+    Note,
     Partial,
     Prompt,
     Rollout,
@@ -63,6 +64,7 @@ PARTIALS: Final = Stream("partials", keyed=True, newest_only=True)
 ROLLOUTS: Final = Stream("rollouts")
 TURNS: Final = Stream("turns", keyed=True)
 ANSWERS: Final = Stream("answers", keyed=True)
+NOTES: Final = Stream("notes", keyed=True)
 SCORED: Final = Stream("scored")
 BATCHES: Final = Stream("batches")
 WEIGHTS: Final = Stream("weights")
@@ -74,14 +76,15 @@ LEASES: Final = Stream("leases", keyed=True, newest_only=True, expires=True)
 DEAD: Final = Stream("dead", keyed=True)
 
 STREAMS: Final[tuple[Stream, ...]] = (
-    PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, CONTROL, LEASES,
-    DEAD,
+    PROMPTS, PARTIALS, TURNS, ANSWERS, NOTES, ROLLOUTS, SCORED, BATCHES, WEIGHTS, STEPS, DROPPED, EVALUATIONS, CONTROL,
+    LEASES, DEAD,
 )  # fmt: skip
 STREAM_OF: Final[dict[type[Message], Stream]] = {
     Prompt: PROMPTS,
     Partial: PARTIALS,
     Turn: TURNS,
     Answer: ANSWERS,
+    Note: NOTES,
     Rollout: ROLLOUTS,
     Scored: SCORED,
     Batch: BATCHES,

@@ -25,6 +25,7 @@ from bus.table import (
     DEAD,
     DROPPED,
     EVALUATIONS,
+    NOTES,
     PARTIALS,
     PROMPTS,
     PUBLISH_DEADLINE_S,
@@ -48,7 +49,8 @@ from schemas import Batch, Control, Evaluation, MalformedMessage, Segments, Step
 from schemas.upcast import NewerMessage
 
 READ_ORDER: Final = (
-    CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, STEPS, DEAD,
+    CONTROL, WEIGHTS, EVALUATIONS, BATCHES, DROPPED, PROMPTS, PARTIALS, TURNS, ANSWERS, NOTES, ROLLOUTS, SCORED, STEPS,
+    DEAD,
 )  # fmt: skip
 FLOAT_BYTES: Final = 4
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
@@ -145,6 +147,7 @@ class Auditor:
             PARTIALS.name: self._partial,
             TURNS.name: self._turns.turn,
             ANSWERS.name: self._answer,
+            NOTES.name: self._turns.note,
             ROLLOUTS.name: self._rollout,
             SCORED.name: self._score,
             STEPS.name: self._step,

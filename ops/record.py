@@ -21,6 +21,7 @@ from bus.table import (
     DEAD,
     DROPPED,
     EVALUATIONS,
+    NOTES,
     PARTIALS,
     PROMPTS,
     ROLLOUTS,
@@ -39,7 +40,8 @@ from schemas import UserError
 
 # What the rest refers to, which is small, before the bulk: a file that was cut off has lost least.
 WRITE_ORDER = (
-    CONTROL, WEIGHTS, EVALUATIONS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, TURNS, ANSWERS, ROLLOUTS,
+    CONTROL, WEIGHTS, EVALUATIONS, STEPS, BATCHES, DROPPED, DEAD, PARTIALS, PROMPTS, SCORED, NOTES, TURNS, ANSWERS,
+    ROLLOUTS,
 )  # fmt: skip
 
 

@@ -45,6 +45,15 @@ class TurnChecks:
         self._asked[entry.id] = fields["min_version"]
         self._totals["turns"] += 1
 
+    def note(self, entry: Entry) -> None:
+        """Take what an agent did in its session."""
+        fields = fields_of(entry)
+        sample = fields["group_id"], fields["index"]
+        self._log.checked += 1
+        if not self._admitted(sample):
+            self._log.fail(f"notes {entry.seq} is of sample {sample[0]}-{sample[1]}, which was never admitted")
+        self._totals["notes"] += 1
+
     def answer(self, entry: Entry, fields: dict[str, Any], segments: Segments) -> None:
         """Take an answer, whose tags were found sound."""
         name = entry.id

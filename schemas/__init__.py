@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from schemas.messages import Verdict as Verdict
     from schemas.messages import WeightVersion as WeightVersion
     from schemas.turns import Answer as Answer
+    from schemas.turns import Note as Note
     from schemas.turns import Turn as Turn
 
 _HOMES = {
@@ -44,7 +45,7 @@ _HOMES = {
         "Batch", "Control", "Dropped", "DropReason", "Evaluation", "Finish", "Message", "Partial", "Prompt", "Rollout",
         "Scored", "StepDone", "Verdict", "WeightVersion",
     ),
-    "schemas.turns": ("Answer", "Turn"),
+    "schemas.turns": ("Answer", "Note", "Turn"),
     "schemas.ids": ("oldest_and_newest", "parse_sample_id", "sample_id"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

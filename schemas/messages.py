@@ -218,6 +218,11 @@ class Scored(Sample):
         """Tokens in the response, observations among them."""
         return sum(count for _, count in self.segments)
 
+    @property
+    def made(self) -> int:
+        """Tokens that the model made."""
+        return self.length - int(self.observations[1::2].sum())
+
 
 @register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -236,8 +241,9 @@ class Batch(Message):
     """Controller → every trainer rank: the write-ahead record of optimizer step `step`.
 
     Parallel arrays of n samples: `group_ids` int64[n], `indices` int32[n], `rollout_seqs` int64[n] (where the tokens
-    are), `rewards` float64[n], `lengths` int32[n] (prompt and response tokens, by which ranks share the work; empty in
-    older logs). A token of version w is trained iff `step - w <= max_staleness`; every rank derives that mask alike.
+    are), `rewards` float64[n], `lengths` int32[n] (prompt and response tokens, observations among them, by which ranks
+    share the work; empty in older logs). A token of version w is trained iff the model made it and `step - w <=
+    max_staleness`; every rank derives that mask alike.
 
     The rest lets a new controller fold the log from here: groups below `next_group` that are not in `live_groups` have
     ended, and nothing before the sequences in `marks` concerns a live group. `dropped` are the samples that this very

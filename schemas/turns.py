@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from schemas.base import Sample, covers, register, same_length
 from schemas.errors import MalformedMessage
-from schemas.fields import FloatArray, IntArray, Segments, array, choice, data, integer, number, segments, string
+from schemas.fields import FloatArray, IntArray, Segments, array, data, integer, segments, string
+from schemas.fields import choice as one_of
+from schemas.fields import number as real
 from schemas.ids import INDEX_MAX, oldest_and_newest, sample_id
 from schemas.messages import Finish
 
@@ -79,9 +81,9 @@ class Answer(Sample):
     """Rollout worker → episode workers: what the model said to the turn with the id `turn`.
 
     `tokens` int32[T], `logprobs` float32[T], `segments`, `finish`, `text`, `worker`, `seconds`, `resumed`, `stopped`
-    and `saved` as in `Rollout`. An answer that a string ended has finish `stop`, the string in `stopped`, and its tokens
-    go to the one that completes it; its text ends before it. With an `error` nothing could be generated, such as from a
-    prompt that leaves the model no room, and there are no tokens.
+    and `saved` as in `Rollout`. An answer that a string ended has finish `stop`, the string in `stopped`, and its
+    tokens go to the one that completes it; its text ends before it. With an `error` nothing could be generated, such as
+    from a prompt that leaves the model no room, and there are no tokens.
     """
 
     TYPE: ClassVar[str] = "answer"
@@ -89,10 +91,10 @@ class Answer(Sample):
     tokens: IntArray = array("<i4")
     logprobs: FloatArray = array("<f4")
     segments: Segments = segments()
-    finish: Finish = choice("stop", "length")
+    finish: Finish = one_of("stop", "length")
     text: str = string()
     worker: str = string(200, "")
-    seconds: float = number(0.0)
+    seconds: float = real(0.0)
     resumed: int = integer(default=0)
     stopped: str = string(STOP_CHARS_MAX, "")
     saved: int = integer(default=0)
@@ -114,6 +116,31 @@ class Answer(Sample):
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest version of its tokens."""
         return oldest_and_newest(self.segments)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Note(Sample):
+    """Episode worker → its next life: what an agent from outside did in its session that no turn tells.
+
+    Example: `Note(group_id=12, index=3, number=1, kind="reward", value=0.5, turn=2, choice=0)`. `number` counts those
+    of the sample. `taken`: the session was handed out. `reward`: `value` for the answer `choice` of the session's
+    question `turn`, for the whole session if that is -1. `end`: it is over, with `value` as its reward if there is one;
+    with a `detail` it is not to be trained.
+    """
+
+    TYPE: ClassVar[str] = "note"
+    number: int = integer(0, INDEX_MAX)
+    kind: Literal["taken", "reward", "end"] = one_of("taken", "reward", "end")
+    value: float | None = real(None, optional=True)
+    turn: int = integer(-1, INDEX_MAX, -1)
+    choice: int = integer(0, INDEX_MAX, 0)
+    detail: str = string(1000, "")
+
+    @property
+    def id(self) -> str:
+        """Its place among those of the sample."""
+        return f"{self.sample_id}/{self.number}"
 
 
 def _is_stop(value: object) -> bool:

@@ -14,6 +14,7 @@ from bus.table import (
     DEAD,
     DROPPED,
     EVALUATIONS,
+    NOTES,
     PARTIALS,
     PROMPTS,
     ROLLOUTS,
@@ -27,7 +28,8 @@ from bus.table import (
 # What refers is measured before what it refers to, which can only have grown meanwhile. Drops come after the prompts
 # that are held to the gate, and before those that they may end.
 CUT_ORDER: Final = (
-    EVALUATIONS, STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, ANSWERS, TURNS, DROPPED, PROMPTS, WEIGHTS, CONTROL, DEAD,
+    EVALUATIONS, STEPS, BATCHES, SCORED, PARTIALS, ROLLOUTS, NOTES, ANSWERS, TURNS, DROPPED, PROMPTS, WEIGHTS, CONTROL,
+    DEAD,
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from bus.table import (
     DEAD,
     DROPPED,
     EVALUATIONS,
+    NOTES,
     PARTIALS,
     PROMPTS,
     REWARD_WORKERS,
@@ -51,7 +52,8 @@ from schemas import UserError
 
 # Leases are no record: they end with the seconds that they were taken for. Ties in time are broken in this order.
 REPLAYED: Final = (
-    CONTROL, PROMPTS, PARTIALS, TURNS, ANSWERS, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, EVALUATIONS, DEAD,
+    CONTROL, PROMPTS, PARTIALS, TURNS, ANSWERS, NOTES, ROLLOUTS, SCORED, DROPPED, BATCHES, WEIGHTS, STEPS, EVALUATIONS,
+    DEAD,
 )  # fmt: skip
 
 

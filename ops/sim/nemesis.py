@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.memory import MemoryBus
 from bus.port import BusFull, BusUnavailable
-from bus.table import ANSWERS, DROPPED, EVALUATIONS, LEASES, PARTIALS, ROLLOUTS, SCORED, STREAMS, TURNS
+from bus.table import ANSWERS, DROPPED, EVALUATIONS, LEASES, NOTES, PARTIALS, ROLLOUTS, SCORED, STREAMS, TURNS
 from ops.audit import audit_log
 from ops.log_source import RunLog
 from ops.sim.network import SimBus
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 AGAIN_S: Final = 0.1
 FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
 ANYBODY_WRITES: Final = (ROLLOUTS, SCORED, DROPPED, PARTIALS)  # the others' sequences mean something
-NOT_SIMULATED: Final = (EVALUATIONS, TURNS, ANSWERS)
+NOT_SIMULATED: Final = (EVALUATIONS, TURNS, ANSWERS, NOTES)
 WRITTEN: Final = tuple(stream for stream in STREAMS if stream not in NOT_SIMULATED)
 
 

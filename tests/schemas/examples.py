@@ -15,6 +15,7 @@ from schemas import (
     Dropped,
     Evaluation,
     Message,
+    Note,
     Partial,
     Prompt,
     Rollout,
@@ -47,6 +48,7 @@ EXAMPLES: tuple[Message, ...] = (
         segments=[(4, 2), (5, 1)], finish="stop", text="5 ✓", worker="rollout-1", seconds=1.5, resumed=1, stopped="",
         saved=0, error="",
     ),
+    Note(group_id=12, index=3, number=1, kind="reward", value=0.5, turn=2, choice=1, detail=""),
     Rollout(
         group_id=12, index=3, group_size=8, prompt="2+3=", task={"answer": "5"}, prompt_tokens=[1, 2, 3],
         tokens=[5, 6, 7, 2], logprobs=[-0.5, -1.25, 0.0, -3.0], segments=[(4, 3), (6, 1)], finish="stop", text="5 ✓",
