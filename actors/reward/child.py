@@ -80,6 +80,7 @@ def work(spec: str, base: Path | None, requests: BinaryIO, replies: BinaryIO) ->
     if body is None:
         return
     told = unpack(body)
+    os.set_inheritable(told["shared"], False)  # what the function starts has no business with it
     sources = Sources(told["sources"])
     try:
         function, keywords = load(spec, told["options"], Setting(base, told["timeout_s"], told["shared"], sources))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from schemas import UserError
 from tests.actors.test_reward_pool import eventually, request, running
@@ -79,3 +80,26 @@ async def test_the_digest_is_of_code_and_options_and_not_of_the_place(tmp_path: 
 async def test_failures_tell_the_digest_too(tmp_path: Path) -> None:
     async with running(tmp_path, "def reward(response): import os; os._exit(1)", retries=0) as pool:
         assert (await pool.score(request())).digest == pool.digest != ""
+
+
+async def test_a_function_named_by_its_module_is_reloaded_too(tmp_path: Path) -> None:
+    """With all of its package that it imports; and a compiled file that looks newer is not run in its place."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rules.py").write_text("from mine.values import VALUE\ndef reward(response): return VALUE\n")
+    (package / "values.py").write_text("VALUE = 1")
+    pool = RewardPool(RewardConfig(function="mine.rules:reward", children=1), tmp_path)
+    await pool.start()
+    try:
+        first = await reward_of(pool)
+        (package / "values.py").write_text("VALUE = 2")
+        for child in pool._alive:
+            os.kill(child._process.pid, signal.SIGKILL)
+        await eventually(lambda: not any(child.alive for child in pool._alive))
+        assert await reward_of(pool) == first
+        await pool.reload()
+        second = await reward_of(pool)
+        assert (second[0], second[1] != first[1]) == (2.0, True)
+    finally:
+        await pool.close()
