@@ -28,8 +28,10 @@ from ops.recipe import Recipe
 from schemas import Control, UserError
 
 if TYPE_CHECKING:
+    from actors.episode.config import EpisodeConfig
     from actors.rollout.config import RolloutConfig
     from actors.rollout.engine import Engine
+    from ops.text import HfTokenizer
 
 log = structlog.get_logger()
 
@@ -285,11 +287,35 @@ def _episode(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
         from actors.episode.builtin import load_episode
         from ops.text import HfTokenizer
 
-        function = load_episode(config, recipe.reward, recipe.base)
         tokenizer = HfTokenizer(str(initial_model(spec.folder)), recipe.data.template_options)
+        function = (
+            _agent(bus, recipe, config, tokenizer, spec.folder, name)
+            if config.has_agent
+            else load_episode(config, recipe.reward, recipe.base)
+        )
         return EpisodeWorker(bus, config, function, tokenizer, recipe.rollout.max_new_tokens, name)
 
     return _Lazy(build)
+
+
+def _agent(bus: Bus, recipe: Recipe, config: EpisodeConfig, tokenizer: HfTokenizer, folder: Path, name: str) -> Any:
+    from actors.episode.endpoint.episode import AgentEpisode, check_agent
+    from actors.episode.endpoint.place import Place
+
+    check_agent(config, recipe.base)
+    _, _, number = name.rpartition("-")
+    port = config.endpoint.port and config.endpoint.port + (int(number) if number.isdecimal() else 0)
+    place = Place(folder / f"endpoint-{name}.json", port)
+    return AgentEpisode(
+        bus,
+        config,
+        recipe.base,
+        place,
+        tokenizer,
+        recipe.name,
+        recipe.rollout.temperature,
+        recipe.rollout.max_new_tokens,
+    )
 
 
 def _early_stop(recipe: Recipe, decode: Callable[[Sequence[int]], str]) -> Any:

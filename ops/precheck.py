@@ -18,6 +18,7 @@ def check_files(recipe: Recipe) -> None:
     Raises `UserError`.
     """
     from actors.episode.builtin import load_episode
+    from actors.episode.endpoint.episode import check_agent
     from actors.functions import load_function
     from actors.reward.pool import RewardPool
     from actors.rollout.vllm_versions import check_installed
@@ -37,7 +38,9 @@ def check_files(recipe: Recipe) -> None:
     predicate = recipe.rollout.stop_early.predicate if recipe.rollout.stop_early is not None else None
     if predicate is not None:
         load_function(predicate, recipe.base)
-    if recipe.episode is not None:
+    if recipe.episode is not None and recipe.episode.has_agent:
+        check_agent(recipe.episode, recipe.base)
+    elif recipe.episode is not None:
         load_episode(recipe.episode, recipe.reward, recipe.base)
     for named in (recipe.trainer.loss, recipe.trainer.advantage.function):
         if named is not None and ":" in named:

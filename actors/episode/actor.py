@@ -57,6 +57,7 @@ class EpisodeWorker:
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._replayable = function.replayable
+        self._keeps_time = getattr(function, "keeps_time", False)
         self._exchange = Exchange(bus, name)
         self._ended = Ended(bus)
         self._leaving: asyncio.Future[None] | None = None
@@ -130,7 +131,7 @@ class EpisodeWorker:
         again = delivery.deliveries - 1
         tries = self.config.retries + 1
         failure = ""
-        deadline = asyncio.timeout(self.config.timeout_s)
+        deadline = asyncio.timeout(None if self._keeps_time else self.config.timeout_s)
         try:
             async with deadline:
                 for retry in range(tries):

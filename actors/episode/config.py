@@ -1,9 +1,10 @@
 """The recipe's `episode` section."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from actors.episode.endpoint.config import EndpointConfig
 from schemas.config import Config
 
 
@@ -28,4 +29,28 @@ class EpisodeConfig(Config):
     samples: Literal["trajectory", "turn"] = Field(
         "trajectory", description="what is trained: turns that go on from each other as one sequence, or each its own"
     )
+    agent: str | None = Field(
+        None,
+        min_length=1,
+        description="an agent that speaks OpenAI's API: a function, file.py:function, a script, file.py, or external",
+    )
+    command: tuple[str, ...] = Field((), description="such an agent as a program, with its arguments")
+    endpoint: EndpointConfig = Field(EndpointConfig(), description="how agents reach the model")
     retries: int = Field(1, ge=0, le=10, description="further attempts after the function has failed")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if self.agent is not None and self.command:
+            raise ValueError("agent and command are both set => Keep one of them.")
+        if (self.agent is not None or self.command) and (self.function != "single" or self.options):
+            raise ValueError("function and options are of no use beside an agent => Remove them, or the agent.")
+        if self.agent == "external" and self.workers > 1:
+            raise ValueError(
+                f"workers is {self.workers} with external agents, which know one address => Set workers to 1."
+            )
+        return self
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent asks, over HTTP."""
+        return self.agent is not None or bool(self.command)

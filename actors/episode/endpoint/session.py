@@ -20,7 +20,7 @@ from actors.episode.endpoint.prompt_text import ChatTokenizer
 from actors.episode.endpoint.tree import Node, Tree
 from actors.episode.exchange import OnTokens
 from actors.episode.policy import Bound
-from schemas import Answer, MalformedMessage
+from schemas import Answer, MalformedMessage, Note
 
 Notes: TypeAlias = Callable[[str, float | None, tuple[int, int] | None, str], Awaitable[None]]
 
@@ -223,7 +223,7 @@ class Session:
             "tools": question.tools,
         }
 
-    async def restore(self, recorded: Sequence[Recorded]) -> None:
+    async def restore(self, recorded: Sequence[Recorded], notes: Sequence[Note]) -> None:
         """Go on from where an earlier life came to: what it asked, in order. The log answers again."""
         for asked in recorded:
             place = asked.context.get("parent") or []
@@ -244,6 +244,23 @@ class Session:
             if asked.answered:  # those that were not are asked of the workers, and nobody waits for them here
                 await exchange.nodes()
                 exchange.hear()
+        for note in notes:
+            self._replay(note)
+
+    def _replay(self, note: Note) -> None:
+        match note.kind:
+            case "taken":
+                self.taken = True
+            case "reward" if note.turn < 0:
+                self.reward = note.value
+            case "reward":
+                node = self.tree.at(note.turn, note.choice)
+                if node is not None:
+                    node.reward = note.value
+            case "end":
+                self.reward = self.reward if note.value is None else note.value
+                self.dropped = note.detail
+                self.ended.set()
 
     async def _answered(self, exchange: Exchange, context: dict[str, Any]) -> list[Node]:
         question = exchange.question
