@@ -89,6 +89,7 @@ class ControllerCore:
             return
         if group.first_scored_seq is None:
             group.first_scored_seq = seq
+        self._seen.digests.add(scored.reward_digest)
         answer = answer_of(scored, seq, stored_s)
         if answer is not None:
             group.answers[scored.index] = answer
@@ -310,6 +311,7 @@ class _Seen:
         self.lengths: list[int] = []
         self.zero_variance = 0
         self.dropped: dict[str, int] = {}  # samples, by reason
+        self.digests: set[str] = set()  # of reward functions
 
     def lose(self, reason: DropReason) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -328,6 +330,8 @@ class _Seen:
             "response_length_max": max(self.lengths, default=0),
             "zero_variance_groups": self.zero_variance,
         }
+        if len(self.digests) > 1:  # the function was changed in between
+            out["reward_digests"] = len(self.digests)
         out.update({f"dropped/{reason}": count for reason, count in self.dropped.items()})
         return out
 
