@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bus.table import SCORED
-from schemas import Scored
+from bus.table import BATCHES, SCORED
+from schemas import Batch, Scored
 from tests.e2e.harness import Brake, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +41,8 @@ def test_a_reward_is_changed_twice_while_a_run_goes_on_and_a_broken_file_changes
     new = {verdict.reward_digest for verdict in verdicts} - old
     assert (len(old), len(new)) == (1, 1)
     assert all((verdict.reward_digest in new) == ((verdict.reward or 0) >= 5) for verdict in verdicts)
+    (batches,) = read_all(run.folder, BATCHES)
+    assert any(isinstance(batch, Batch) and batch.seen.get("reward_digests") == 2 for batch in batches)
     assert run.events("reward-0", "reward_reload_failed")
     assert run.events("reward-0", "reward_reloaded")[-1]["digest"] in new
 
