@@ -11,12 +11,13 @@ from dataclasses import replace
 from subprocess import Popen
 from types import TracebackType
 
-from actors.reward.sandbox.child import Child
+from actors.reward.sandbox.child import START_TIMEOUT_S, Child
 from actors.reward.sandbox.launch import ALLOW, Launcher
 from actors.reward.sandbox.limits import Call, Limits, Result, SandboxLost
 from schemas.errors import UserError
 
 ATTEMPTS = 3
+LOOK_S = 0.5  # between two looks whether one who waits for a place was cancelled
 WAIT_S = 600.0  # for a free place; programs are bounded, so a longer wait is a bug
 
 
@@ -123,8 +124,11 @@ class Sandbox:
                     self._ordered.append(self._launcher.order())
                 future = self._ordered.popleft()
             try:
-                child = Child(future.result(60))
+                child = Child(future.result(START_TIMEOUT_S))
             except OSError as error:
+                if not future.done():  # it may come yet
+                    with self._lock:
+                        self._ordered.append(future)
                 raise SandboxLost(f"no sandbox could be started: {error}") from error
             if child.alive:  # it may have been killed while it waited, which says nothing about any program
                 return child
@@ -182,8 +186,10 @@ class Box:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Hold a place of the pool."""
-        if not self._pool._places.acquire(timeout=WAIT_S):
-            raise SandboxLost("no place in the sandbox became free")
+        end = time.monotonic() + WAIT_S
+        while not self._pool._places.acquire(timeout=LOOK_S):
+            if self._cancelled or self._pool._launcher is None or time.monotonic() > end:
+                raise SandboxLost("no place in the sandbox became free")
         try:
             with self._pool._lock:
                 self._pool._lent.add(self)

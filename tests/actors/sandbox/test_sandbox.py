@@ -56,6 +56,15 @@ async def test_a_run_that_is_cancelled_is_killed(sandbox: Sandbox) -> None:
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
+async def test_a_run_that_waits_for_a_place_can_be_cancelled() -> None:
+    with Sandbox(Limits(time_s=20), children=1) as sandbox, sandbox.borrow():
+        run = asyncio.create_task(sandbox.run("print(1)"))
+        await asyncio.sleep(0.1)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(run, 5)
+
+
 async def test_time_counts_from_the_programs_own_start(sandbox: Sandbox) -> None:
     """Waiting for a place, or for a sandbox, is not the program's fault."""
     limits = Limits(time_s=2.0)
