@@ -135,4 +135,5 @@ def _verdict_of(scored: Scored | None) -> Verdict | None:
         scored.detail,
         token_rewards=tuple(scored.token_rewards.tolist()),
         step_ends=tuple(scored.step_ends.tolist()),
+        digest=scored.reward_digest,
     )

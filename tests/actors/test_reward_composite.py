@@ -24,6 +24,9 @@ def costly(response):
 def by_steps(response, scale=1.0): return {"reward": 1.0, "steps": [[1, 0.5 * scale], [2, -1.0 * scale]]}
 def other_steps(response): return {"reward": 1.0, "steps": [[2, 1.0]]}
 def by_tokens(response, tokens): return {"reward": 1.0, "token_rewards": [1.0] * len(tokens)}
+def hangs(response):
+    import time
+    time.sleep(60)
 def dies(response):
     import os
     os._exit(3)
@@ -36,7 +39,7 @@ def part(function: str, **fields: Any) -> dict[str, Any]:
 
 async def verdict(base: Path, *parts: dict[str, Any]) -> Verdict:
     (base / "rewards.py").write_text(REWARDS)
-    config = RewardConfig(function="composite", options={"parts": list(parts)}, children=1, retries=0)
+    config = RewardConfig(function="composite", options={"parts": list(parts)}, children=1, retries=0, timeout_s=1.0)
     pool = RewardPool(config, base, lambda: lambda tokens: "ab"[: len(tokens)])
     try:
         await pool.start()
@@ -73,7 +76,8 @@ async def test_an_open_gate_counts_as_any_other_part(tmp_path: Path) -> None:
     [
         ("fails", "error", "PartFailed: fails: ValueError: no such unit"),
         ("nan", "error", "PartFailed: nan: ValueError: the reward is nan, not a finite number"),
-        ("dies", "error", "the reward process failed: it exited with status 3"),
+        ("dies", "error", "the reward process failed: it exited with status 3; last output: asking dies"),
+        ("hangs", "timeout", "the reward function gave no answer within 1 s; last output: asking hangs"),
     ],
 )
 async def test_a_part_without_a_verdict_leaves_the_whole_without_one(

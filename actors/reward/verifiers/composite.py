@@ -10,6 +10,7 @@ options:
 Parts are asked in this order. A gate that gives 0 or less makes the whole 0, and the parts behind it are not asked.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -112,6 +113,7 @@ def load(options: Options, setting: Setting) -> RewardFunction:
 
 def _value(label: str, function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     """What the function returned, checked. Its failure is the whole's, told with its name."""
+    print(f"asking {label}", file=sys.stderr)  # the last output is in the verdict of who is killed
     try:
         value = function(**keywords)
         read_reward(value)
