@@ -19,7 +19,7 @@ from tests.bus.samples import rollout
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = 50
-KILLS = [*["sandbox"] * 4, "child", "worker", "child", *["sandbox"] * 4]
+KILLS = ["sandbox", "program", "program", "child", "worker", "child", "program", *["sandbox"] * 3]
 PACE_S = 0.2  # how long a program takes: most kills then hit one at work
 RIGHT = "```python\nimport time\ntime.sleep({pace})\nprint(int(input()) + 1)\n```"
 WRONG = "```python\nimport time\ntime.sleep({pace})\nprint(0)\n```"
@@ -57,12 +57,14 @@ class Workers:
             self.ends.append(await self.process.wait())
 
     def of(self, kind: str) -> list[psutil.Process]:
-        """The worker itself, its reward processes, or the sandboxes in them."""
+        """The worker itself, its reward processes, what belongs to sandboxes in them, or the programs alone."""
         assert self.process is not None
         if kind == "worker":
             return self.family()[:1]
-        word = {"child": "actors.reward.child", "sandbox": "/supervisor.pyc"}[kind]
-        return [process for process in self.family() if word in _words(process)]
+        if kind == "child":
+            return [process for process in self.family() if "actors.reward.child" in _words(process)]
+        inside = [process for process in self.family() if "/supervisor.pyc" in _words(process)]
+        return inside if kind == "sandbox" else [process for process in inside if _is_program(process)]
 
     def family(self) -> list[psutil.Process]:
         """The worker and all that descend from it."""
@@ -77,6 +79,14 @@ def _words(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
+
+
+def _is_program(process: psutil.Process) -> bool:
+    """bubblewrap starts the supervisor, and that forks the program."""
+    with contextlib.suppress(psutil.Error):
+        parent = process.parent()
+        return parent is not None and "/supervisor.pyc" in _words(parent) and "bwrap" not in parent.name()
+    return False
 
 
 async def verdicts(bus: JetStreamBus) -> dict[int, Scored]:

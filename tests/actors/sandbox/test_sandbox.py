@@ -14,6 +14,7 @@ from actors.reward.sandbox import launch as launching
 from actors.reward.sandbox.seccomp import FORBIDDEN, bpf
 from actors.reward.verifiers import Setting
 from schemas import UserError
+from tests.actors.sandbox.test_hostile import PROGRAMS
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,16 @@ async def test_time_counts_from_the_programs_own_start(sandbox: Sandbox) -> None
     result = await sandbox.run("import time; time.sleep(0.2); print('in time')", limits=limits)
     assert result.stdout == "in time\n"
     await asyncio.gather(*busy)
+
+
+@pytest.mark.parametrize(
+    "name", ["memory_bomb_of_lists", "memory_bomb_of_many", "shared_memory_of_many", "file_flood", "stdout_flood"]
+)
+def test_floods_end_for_what_they_are_and_long_before_their_time(sandbox: Sandbox, name: str) -> None:
+    """The hostile programs have so little time that one of them may run out of it first."""
+    status, source = PROGRAMS[name]
+    result = sandbox.run_blocking(source, limits=Limits(time_s=20, memory_bytes=256 << 20))
+    assert (result.status, result.seconds < 15) == (status, True)
 
 
 async def test_what_was_printed_before_the_end_is_kept(sandbox: Sandbox) -> None:
