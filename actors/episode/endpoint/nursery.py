@@ -40,6 +40,7 @@ RESULT_BYTES_MAX = 1 << 16
 ENV_BYTES_MAX = 100_000  # of one variable; the kernel takes 128 kB
 PARAMETERS = ("prompt", "task")
 PR_SET_PDEATHSIG = 1
+NOWHERE = "http://127.0.0.1:9/v1"  # the port that discards; nobody listens there
 
 
 def prepare(agent: str, command: list[str], base: Path) -> Callable[[dict[str, Any]], Any]:
@@ -78,6 +79,18 @@ def preload(path: Path, agent: str) -> None:
         for name in names:
             with contextlib.suppress(Exception):  # the child will say it better
                 importlib.import_module(name)
+
+
+def warm() -> None:
+    """Have `openai`, if the agent imports it, do once for all what it does at a first request, which goes nowhere.
+
+    Of the 0.1 CPU seconds that a child takes until its first answer it saves two thirds.
+    """
+    openai: Any = sys.modules.get("openai")
+    if openai is not None:
+        with contextlib.suppress(Exception):
+            client = openai.OpenAI(api_key="none", base_url=NOWHERE, max_retries=0, timeout=1.0)
+            client.chat.completions.create(model="none", messages=[{"role": "user", "content": ""}])
 
 
 def _script(path: Path) -> None:
@@ -260,6 +273,8 @@ def main() -> None:
     except UserError as error:
         reply({"message": error.message, "remedy": error.remedy})
         return
+    warm()
+    gc.collect()
     gc.freeze()
     reply({"ready": True})
     Nursery(work).serve()

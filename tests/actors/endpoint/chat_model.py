@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with the marks and the template of common chat models, and a policy that says what it is told."""
+"""A tokenizer of bytes with the marks and the template of common chat models, and a policy that says what it is to."""
 
 from __future__ import annotations
 
