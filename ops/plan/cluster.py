@@ -115,6 +115,7 @@ class _Scored:
     verdict: str = "scored"
     detail: str = ""
     token_rewards: FloatArray = dataclasses.field(default_factory=lambda: _NONE)  # the model knows no process rewards
+    reward_digest: str = ""
 
 
 class Cluster:
