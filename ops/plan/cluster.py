@@ -22,7 +22,7 @@ from ops.plan.engine import Job, ModelEngine, OnUpdate
 from ops.plan.lengths import Lengths
 from ops.plan.speeds import Speeds
 from schemas import Batch, Dropped, Scored, Segments, UserError
-from schemas.fields import FloatArray
+from schemas.fields import FloatArray, IntArray
 
 HOPELESS_BATCHES = 100  # generated since the last step, and no step to be seen
 
@@ -99,6 +99,7 @@ class Course:
 
 
 _NONE: FloatArray = np.zeros(0, "<f4")
+_ALL_MADE: IntArray = np.zeros(0, "<i4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +117,12 @@ class _Scored:
     detail: str = ""
     token_rewards: FloatArray = dataclasses.field(default_factory=lambda: _NONE)  # the model knows no process rewards
     reward_digest: str = ""
+    observations: IntArray = dataclasses.field(default_factory=lambda: _ALL_MADE)  # nor tokens of others
+
+    @property
+    def made(self) -> int:
+        """Tokens of the model's own."""
+        return self.length
 
 
 class Cluster:
