@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+
 from bus.port import FROM_HEADER, REASON_HEADER, SEQ_HEADER, WAS_HEADER, Entry
 from bus.table import (
     ANSWERS,
@@ -46,6 +48,7 @@ from ops.raw_entries import (
 )
 from ops.turn_checks import TurnChecks
 from schemas import Batch, Control, Evaluation, MalformedMessage, Segments, StepDone, WeightVersion
+from schemas.trajectory import model_segments
 from schemas.upcast import NewerMessage
 
 READ_ORDER: Final = (
@@ -334,7 +337,8 @@ class Auditor:
             if trained != key:
                 step = self._trained[trained].step
                 self.checks["log"].fail(f"step {step} trains {named(trained)} from rollouts {entry.seq}: {named(key)}")
-            self._check_ages(trained, segments)
+            told = np.frombuffer(fields.get("observations") or b"", "<i4")
+            self._check_ages(trained, model_segments(segments, told))
 
     def _tokens_of(self, entry: Entry) -> tuple[dict[str, Any], Segments, int]:
         """Fields, segments and token count of an entry with tokens, after checking that their tags can be true."""
