@@ -94,11 +94,15 @@ def report(
         "",
         f"Median overhead over all pairs: **{statistics.median(differences):+.1f} ms**.",
         "",
-        f"Without a pause, {cores} at once, each run in a fresh sandbox or a fresh process:",
+        f"Without a pause, {cores} at once, each run in a fresh sandbox or a fresh process. The last column is what "
+        f"{cores} cores do that have nothing else to do, by the CPU time of a run:",
         "",
-        "| | runs/s | CPU ms a run |",
-        "|---|--:|--:|",
-        *(f"| {name} | {rate.runs_s:.1f} | {rate.cpu_ms:.1f} |" for name, rate in rates.items()),
+        "| | runs/s | CPU ms a run | runs/s by CPU |",
+        "|---|--:|--:|--:|",
+        *(
+            f"| {name} | {rate.runs_s:.1f} | {rate.cpu_ms:.1f} | {1000 * cores / rate.cpu_ms:.1f} |"
+            for name, rate in rates.items()
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -115,12 +115,12 @@ class Sandbox:
         self.close()
 
     def _take(self) -> Child:
-        """A sandbox that was started ahead; another is ordered in its place."""
+        """A sandbox that was started ahead."""
         while True:
             with self._lock:
                 if self._launcher is None:
                     raise SandboxLost("the sandbox is closed")
-                while len(self._ordered) < self._children + 1:
+                if not self._ordered:
                     self._ordered.append(self._launcher.order())
                 future = self._ordered.popleft()
             try:
@@ -135,8 +135,11 @@ class Sandbox:
             child.close()
 
     def _end(self, child: Child) -> None:
+        """Have others started in its place, now that no program of its wants the cores, and end it."""
         with self._lock:
             if self._launcher is not None:
+                while len(self._ordered) < self._children + 1:
+                    self._ordered.append(self._launcher.order())
                 self._launcher.later(child.close)
                 return
         child.close()
