@@ -141,6 +141,8 @@ class Server:
         self, request: web.Request, body: Body, exchanges: list[Exchange], events: AsyncIterator[dict[str, Any]]
     ) -> web.StreamResponse:
         """Server-sent events. What fails before the first one is still an answer of its own."""
+        for exchange in exchanges:
+            await exchange.begun()
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             first = await anext(events)
             name = first.get("id") or first["response"]["id"]

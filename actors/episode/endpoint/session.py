@@ -61,8 +61,8 @@ class Question:
 
     @property
     def same(self) -> str:
-        """Equal for a question that is repeated."""
-        return digest([list(self.prompt_tokens), self.max_new_tokens, list(self.stop), self.n])
+        """Equal for a question that is repeated; its bound is left out, which the policy may have lowered."""
+        return digest([list(self.prompt_tokens), list(self.stop), self.n])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,18 @@ class Exchange:
         made[1].extend(logprobs[new:])
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def begun(self) -> None:
+        """Wait for the first token. Raises what the question raised."""
+        assert self.task is not None
+        while not self.task.done() and not any(tokens for tokens, _ in self.made):
+            waiting = asyncio.ensure_future(self.changed.wait())
+            try:
+                await asyncio.wait([waiting, self.task], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+        if self.task.done():
+            self.task.result()
 
     def hear(self) -> None:
         """The agent has got the answers: they belong to the trajectory."""
@@ -188,19 +200,23 @@ class Session:
         return found
 
     def ask(self, question: Question, again: bool) -> Exchange:
-        """Put a question; `again`: the agent says that it did before, so that what is under way is joined.
+        """Put a question; `again`: the client has sent it before and got nothing, so that it joins what is there.
 
         Raises `ApiError` if the session has ended.
         """
         self._check_open()
-        same = question.same
-        unheard = self._restored + ([e for e in self._exchanges if not e.heard] if again else [])
-        for exchange in unheard:
-            if exchange.question.same == same:
+        known = self._restored + (self._unused() if again else [])
+        for exchange in known:
+            if exchange.question.same == question.same:
                 if exchange in self._restored:
                     self._restored.remove(exchange)
                 return exchange
         return self._begun(question)
+
+    def _unused(self) -> list[Exchange]:
+        """Questions on whose answers nothing was built, those first whose answers nobody got, then the newest."""
+        built_on = {e.question.parent.number for e in self._exchanges if e.question.parent is not None}
+        return sorted((e for e in self._exchanges if e.number not in built_on), key=lambda e: (e.heard, -e.number))
 
     def _begun(self, question: Question, context: dict[str, Any] | None = None) -> Exchange:
         exchange = Exchange(len(self._exchanges), question, [([], []) for _ in range(question.n)])

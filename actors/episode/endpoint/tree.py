@@ -93,4 +93,4 @@ def messages_of(nodes: Iterable[Node]) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
     for node in nodes:
         said += [*node.new, node.message]
-    return said
+    return [{name: value for name, value in message.items() if name != "instructions"} for message in said]

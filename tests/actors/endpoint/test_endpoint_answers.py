@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from actors.episode.policy import Bound
 from tests.actors.endpoint.serving import Endpoint
 
 USER: Any = [{"role": "user", "content": "2+3"}]
@@ -160,3 +161,27 @@ async def test_a_client_that_hangs_up_leaves_its_question_and_finds_it_when_it_a
     assert len(policy.asked) == 1
     await endpoint.client(session).chat.completions.create(model="m", messages=USER)
     assert len(policy.asked) == 2  # who asks anew is answered anew
+
+
+async def test_an_answer_that_was_lost_on_its_way_is_given_again(endpoint: Endpoint) -> None:
+    session = await endpoint.open(lambda prompt, choice: "5")
+    policy: Any = session.policy
+    client, again = endpoint.client(session), {"x-stainless-retry-count": "2"}
+    first = await client.chat.completions.create(model="m", messages=USER)
+    lost = await client.chat.completions.create(model="m", messages=USER, extra_headers=again)
+    assert (lost.id, len(policy.asked)) == (first.id, 1)
+    more = [*USER, first.choices[0].message, {"role": "user", "content": "sure?"}]
+    await client.chat.completions.create(model="m", messages=more)
+    anew = await client.chat.completions.create(model="m", messages=USER, extra_headers=again)
+    assert (anew.id != first.id, len(policy.asked)) == (True, 3)  # the first was got: something was built on it
+
+
+async def test_a_prompt_that_leaves_no_room_is_refused_before_a_stream_begins(endpoint: Endpoint) -> None:
+    def say(prompt: str, choice: int) -> str:
+        raise Bound("the prompt of 5 tokens leaves the model no room")
+
+    session = await endpoint.open(say)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="no room"):
+            await endpoint.client(session).chat.completions.create(model="m", messages=USER, stream=stream)
+    assert session.bound
