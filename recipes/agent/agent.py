@@ -1,10 +1,12 @@
 """An agent as anybody writes it: it asks OpenAI's API, runs the tools that are called, and prints the answer.
 
-Nothing in it knows of training. By itself, with any server: echo '{"prompt": [...]}' | OPENAI_BASE_URL=... python agent.py
+Nothing in it knows of training. With any other server, set OPENAI_BASE_URL and:
+echo '{"prompt": [{"role": "user", "content": "17*23"}]}' | python agent.py
 """
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -28,7 +30,7 @@ def calculator(expression: str = "") -> str:
 
 def main() -> None:
     """Talk until the model calls no tool, three turns at most."""
-    client = OpenAI()
+    client: Any = OpenAI()
     messages = json.load(sys.stdin)["prompt"]
     for _ in range(3):
         answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
