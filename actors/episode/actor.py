@@ -214,7 +214,7 @@ class EpisodeWorker:
         self._in_a_row += 1
         if self._in_a_row >= FAILURES_MAX and not self._finished:
             raise UserError(
-                f"The episode function {self.config.function} failed {self._in_a_row} times in a row: {failure}.",
+                f"The episode {self.config.what} failed {self._in_a_row} times in a row: {failure}.",
                 "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept.",
             )
 

@@ -54,3 +54,10 @@ class EpisodeConfig(Config):
     def has_agent(self) -> bool:
         """Whether an agent asks, over HTTP."""
         return self.agent is not None or bool(self.command)
+
+    @property
+    def what(self) -> str:
+        """What is run for each prompt, by the recipe's word for it."""
+        if self.has_agent:
+            return f"agent {self.agent or ' '.join(self.command)}"
+        return f"function {self.function}"
