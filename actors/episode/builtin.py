@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from actors.episode import multi_turn, tool
 from actors.episode.config import EpisodeConfig
 from actors.episode.policy import Policy
 from actors.functions import load_function
 from actors.reward.config import RewardConfig
+from actors.reward.verifiers.options import read_options
 from schemas import Prompt, UserError
+
+SECTION = ("episode", "episode")  # in errors about options
 
 
 class Episode(Protocol):
@@ -51,6 +56,11 @@ class Function:
         """Nothing to close."""
 
 
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """What `episode.options` may hold for `single`: nothing."""
+
+
 async def single(prompt: Prompt, policy: Policy) -> None:
     """One question, one answer: what a run without episodes does, too."""
     await policy.chat().ask()
@@ -58,8 +68,15 @@ async def single(prompt: Prompt, policy: Policy) -> None:
 
 def load_episode(config: EpisodeConfig, reward: RewardConfig, base: Path) -> Episode:
     """The episode that a recipe names. Raises `UserError`."""
-    if config.function == "single":
-        return Function(single, config.options)
+    match config.function:
+        case "single":
+            read_options(NoOptions, config.options, "single", *SECTION)
+            return Function(single, {})
+        case "multi_turn":
+            tries = read_options(multi_turn.Options, config.options, "multi_turn", *SECTION)
+            return multi_turn.MultiTurn(tries, reward, base)
+        case "tool":
+            return tool.ToolUse(read_options(tool.Options, config.options, "tool", *SECTION), base)
     function = load_function(config.function, base, builtins=("single", "multi_turn", "tool"))
     if not inspect.iscoroutinefunction(function):
         raise UserError(

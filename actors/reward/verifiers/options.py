@@ -15,8 +15,10 @@ from schemas.errors import UserError
 T = TypeVar("T")
 
 
-def read_options(kind: type[T], given: Mapping[str, Any], function: str) -> T:
-    """An instance of the dataclass `kind`.
+def read_options(
+    kind: type[T], given: Mapping[str, Any], function: str, what: str = "reward function", section: str = "reward"
+) -> T:
+    """An instance of the dataclass `kind`; `what` the function is and the recipe's `section` are for the errors.
 
     Raises `UserError` for unknown names (with near ones), missing ones, values of another type, and whatever
     `__post_init__` of `kind` refuses by a `ValueError` (`reason => remedy`).
@@ -24,25 +26,25 @@ def read_options(kind: type[T], given: Mapping[str, Any], function: str) -> T:
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # it is a dataclass
     for name in given:
         if name not in known:
-            raise UserError(f"The reward function '{function}' has no option {name}.", near(name, list(known)))
+            raise UserError(f"The {what} '{function}' has no option {name}.", near(name, list(known)))
     types_of = typing.get_type_hints(kind)
     for name, field in known.items():
         if name in given and not fits(given[name], types_of[name]):
             wanted = in_words(types_of[name])
             raise UserError(
-                f"The option {name} of the reward function '{function}' is {brief(given[name])}.",
+                f"The option {name} of the {what} '{function}' is {brief(given[name])}.",
                 f"It must be {wanted}.",
             )
         if name not in given and field.default is MISSING and field.default_factory is MISSING:
             raise UserError(
-                f"The reward function '{function}' needs the option {name}.",
-                f"Add reward.options.{name}, {in_words(types_of[name])}.",
+                f"The {what} '{function}' needs the option {name}.",
+                f"Add {section}.options.{name}, {in_words(types_of[name])}.",
             )
     try:
         return kind(**given)
     except ValueError as error:
         reason, _, remedy = str(error).partition(" => ")
-        raise UserError(f"The options of the reward function '{function}' do not fit: {reason}.", remedy) from None
+        raise UserError(f"The options of the {what} '{function}' do not fit: {reason}.", remedy) from None
 
 
 def near(name: str, known: list[str]) -> str:
