@@ -19,7 +19,7 @@ from actors.episode.builtin import Episode
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Exchange
-from actors.episode.policy import Bound, GivenUp, Policy
+from actors.episode.policy import Bound, FailedElsewhere, GivenUp, Policy
 from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
 from actors.gauges import Gauges
 from bus.port import Bus, Delivery
@@ -245,6 +245,8 @@ def _told(error: Exception) -> str:
     """What went wrong, with the line of the user's file if it is known."""
     if isinstance(error, MalformedMessage):
         return f"its trajectory cannot be stored: {error}"
+    if isinstance(error, FailedElsewhere):
+        return str(error)
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -34,6 +34,10 @@ class Bound(Exception):
     """An episode has come to one of its bounds: it is cut, and what was said until then is its trajectory."""
 
 
+class FailedElsewhere(Exception):
+    """An episode failed in a process of its own; the text tells all that is to be told."""
+
+
 class GivenUp(Exception):
     """An episode that shall not be trained: its sample is dropped with this reason."""
 

@@ -19,7 +19,7 @@ from tests.e2e.harness import Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 RECIPE = Path(__file__).parent / "agents" / "recipe.yaml"
-STEPS = 8
+STEPS = 6
 
 
 async def until(what: str, run: Launched, clients: list[asyncio.Task[None]], holds: Any, wait_s: float = 60.0) -> None:
@@ -43,9 +43,9 @@ async def test_agents_talk_on_while_weights_change_and_workers_are_killed(tmp_pa
         await until("the endpoint", run, clients, place.exists)
         url = f"http://127.0.0.1:{json.loads(place.read_text())['port']}/v1"
         clients = [asyncio.create_task(serve(url, style, done, stop)) for style in range(len([*SYNC, *ASYNC]))]
-        await until("a step", run, clients, lambda: run.steps_trained >= 2)
+        await until("a step", run, clients, lambda: run.steps_trained >= 1)
         killed = run.kill("rollout-0")
-        await until("two more", run, clients, lambda: run.steps_trained >= 4)
+        await until("two more", run, clients, lambda: run.steps_trained >= 3)
         episode = run.kill("episode-0")
         await until("the end", run, clients, lambda: run.steps_trained >= STEPS)
         stop.set()

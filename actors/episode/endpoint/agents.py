@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.episode.policy import FailedElsewhere
 from schemas import UserError
 
 START_S = 60.0
@@ -20,7 +21,7 @@ REPLY_BYTES_MAX = 1 << 20
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-class AgentFailed(Exception):
+class AgentFailed(FailedElsewhere):
     """The agent ended by an error of its own. The text says which, with the last line that it printed."""
 
 
@@ -109,8 +110,8 @@ class Agents:
             raise
         if told["error"]:
             lines = [line.strip() for line in told["output"].splitlines() if line.strip()]
-            last = f"; last output: {lines[-1][:300]}" if lines else ""
-            raise AgentFailed(told["error"] + last)
+            silent = not lines or lines[-1] in told["error"]  # the traceback's last line is the error itself
+            raise AgentFailed(told["error"] + ("" if silent else f"; last output: {lines[-1][:300]}"))
         return None if told["reward"] is None else float(told["reward"])
 
     def _say(self, line: dict[str, Any]) -> None:

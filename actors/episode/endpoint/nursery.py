@@ -137,12 +137,18 @@ def _child(work: Callable[[dict[str, Any]], Any], request: dict[str, Any], resul
             told["error"] = f"it exited with {end.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        told["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        told["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000] + _line_of(error)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     os.write(result, json.dumps(told).encode())
     os._exit(0)
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the user's own files an error came up; empty if in none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(os.getcwd())]
+    return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
 # ---- the parent of children

@@ -50,7 +50,8 @@ async def test_an_agent_is_run_to_its_end_whatever_it_does(tmp_path: Path) -> No
         tasks = [agents.run({"prompt": "fine"}, "http://x", "key") for _ in range(4)]
         assert await asyncio.wait_for(asyncio.gather(*tasks), 30) == [4.0] * 4
         for what, word in {
-            "raise": "ValueError: oh no", "exit": "exited with 3", "die": "SIGKILL", "text": "returned a str",
+            "raise": r"^ValueError: oh no \(a.py, line 14\)$", "exit": "exited with 3", "die": "SIGKILL",
+            "text": "returned a str",
         }.items():  # fmt: skip
             with pytest.raises(AgentFailed, match=word):
                 await asyncio.wait_for(agents.run({"prompt": what}, "http://x", "key"), 30)

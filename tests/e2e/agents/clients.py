@@ -11,7 +11,7 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-RETRIES = 12  # over a restart of what serves them
+RETRIES = 6  # over a restart of what serves them
 TURNS = 3
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -1,0 +1,80 @@
+"""What an agent has read of an answer cannot be taken back, whatever dies; and the first stop string ends an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from actors.rollout.engine import Generation
+from actors.rollout.turn_watch import TurnWatch, stop_of
+from bus.memory import MemoryBus, MemoryHub
+from bus.table import PARTIALS
+from schemas import Partial, Turn
+
+TURN = Turn(group_id=1, index=2, number=0, prompt_tokens=[7], stop=["bc"], seed=1, min_version=0, listener="episode-0")
+
+
+def decode(tokens: Any) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+class Engine:
+    """Makes a token each time somebody looks."""
+
+    def __init__(self) -> None:
+        self.tokens = [0]
+
+    def snapshot(self) -> list[Generation]:
+        self.tokens.append((self.tokens[-1] + 1) % 4)
+        count = len(self.tokens)
+        logprobs = tuple(-token / 4 for token in self.tokens)
+        return [Generation(TURN.id, (7,), tuple(self.tokens), logprobs, ((3, count),), None)]
+
+
+async def test_a_listener_is_told_of_nothing_that_does_not_stand_on_the_log() -> None:
+    bus = MemoryBus("r", MemoryHub())
+    await bus.connect()
+    await bus.setup()
+    engine: Any = Engine()
+    watch = TurnWatch(bus, engine, decode, "rollout-0")
+    heard: list[tuple[int, list[int], list[float], int]] = []
+
+    async def listen() -> None:
+        async for told in bus.told("episode-0"):
+            entry = await bus.last(PARTIALS, TURN.id)
+            assert entry is not None
+            partial = entry.message()
+            assert isinstance(partial, Partial)
+            start, tokens = told["start"], np.frombuffer(told["tokens"], "<i4").tolist()
+            assert partial.tokens.tolist()[start : start + len(tokens)] == tokens
+            heard.append((start, tokens, np.frombuffer(told["logprobs"], "<f4").tolist(), len(partial.tokens)))
+
+    async def for_ever() -> Any:
+        await asyncio.Event().wait()
+
+    listening = asyncio.create_task(listen())
+    watching = asyncio.create_task(watch.watch())
+    try:
+        async with asyncio.timeout(20):
+            generation, cut, _ = await watch.generate(TURN, for_ever())
+            while not heard:
+                await asyncio.sleep(0.01)
+    finally:
+        for task in (listening, watching):
+            task.cancel()
+        ended = await asyncio.gather(listening, watching, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
+    assert cut is not None
+    assert (decode(generation.tokens), generation.finish, cut.reason) == ("abc", "stop", "bc")
+    start, tokens, logprobs, _ = heard[0]
+    assert start == 0
+    assert logprobs == [-token / 4 for token in tokens]
+
+
+def test_the_first_stop_string_ends_an_answer_where_its_last_token_is() -> None:
+    tokens = [0, 1, 2, 3, 0, 1]
+    assert stop_of(tokens, ["da", "cd"], decode) == (4, "cd")
+    assert stop_of(tokens, ["x"], decode) is None
+    assert stop_of(tokens, [], decode) is None
