@@ -177,6 +177,11 @@ class EpisodeWorker:
         """What the function made of the prompt. One that comes to its bounds is cut."""
         try:
             outcome = await self._function.run(prompt, policy)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RuntimeError("it was cancelled from within") from None  # or its sample would end without a word
         except Bound as bound:
             self._cut += 1
             log.info("episode_cut", worker=self.name, sample=prompt.sample_id, reason=str(bound))

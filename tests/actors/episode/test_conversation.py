@@ -81,7 +81,8 @@ class Model:
         tokens = np.array(self.tokenizer.encode(text + (self.end if ends else "")), "<i4")
         answer = Answer(
             group_id=turn.group_id, index=turn.index, turn=turn.id, tokens=tokens,
-            logprobs=np.full(len(tokens), -0.5, "<f4"), segments=((len(self.asked), len(tokens)),) if len(tokens) else (),
+            logprobs=np.full(len(tokens), -0.5, "<f4"),
+            segments=((len(self.asked), len(tokens)),) if len(tokens) else (),
             finish="stop" if ends else "length", text=text,
         )  # fmt: skip
         return Answered(answer, False, False)

@@ -1,0 +1,181 @@
+"""Functions of the user's fail, hang and are killed in their midst: each sample ends once, and the log says how."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from actors.episode.actor import EpisodeWorker
+from actors.episode.builtin import Function
+from actors.episode.config import EpisodeConfig
+from bus.memory import MemoryBus, MemoryHub
+from bus.port import Bus, Delivery
+from bus.shell import serve
+from bus.table import ANSWERS, DROPPED, ROLLOUTS, TURN_WORKERS, TURNS, Stream
+from schemas import Answer, Dropped, Message, Prompt, Rollout, Turn
+
+PROMPT = Prompt(group_id=1, index=0, group_size=1, prompt="2", task={}, seed=7, min_version=0)
+
+
+class Digits:
+    """A token a character."""
+
+    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
+        return tuple(map(ord, prompt))
+
+    encode = encode_prompt
+
+    def render(self, messages: Any, tools: Any = ()) -> str:
+        raise NotImplementedError
+
+    def spelling(self, token: int) -> str:
+        return chr(token)
+
+
+@contextlib.asynccontextmanager
+async def at_work(work: Any) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+async def bus() -> Bus:
+    bus = MemoryBus("run", MemoryHub())
+    await bus.setup(ack_wait_s=0.3)
+    return bus
+
+
+async def model(bus: Bus) -> None:
+    """Answers each turn with two tokens."""
+
+    async def answer(message: Message, delivery: Delivery) -> list[Message]:
+        assert isinstance(message, Turn)
+        tokens, logprobs, segments = np.array([5, 6], "<i4"), np.array([-1, -2], "<f4"), ((0, 2),)
+        return [
+            Answer(
+                group_id=1, index=0, turn=message.id, tokens=tokens, logprobs=logprobs, segments=segments,
+                finish="stop", text="56",
+            )
+        ]  # fmt: skip
+
+    await serve(bus, TURN_WORKERS, answer, room=lambda: 8, stop=asyncio.Event(), name="model")
+
+
+def worker(bus: Bus, function: Any, name: str = "episode-0", **config: Any) -> Any:
+    actor = EpisodeWorker(bus, EpisodeConfig(**config), Function(function, {}), Digits(), 8, name)
+    return actor.run(asyncio.Event())
+
+
+async def first(bus: Bus, stream: Stream) -> Any:
+    async with asyncio.timeout(10.0), contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
+        return (await anext(entries)).message()
+
+
+async def test_a_function_that_hangs_or_fails_ends_its_sample_with_the_reason(bus: Bus) -> None:
+    async def hangs(prompt: Prompt, policy: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with at_work(worker(bus, hangs, timeout_s=0.1)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert (dropped.reason, dropped.sample_id) == ("timeout", "1-0")
+
+
+async def test_a_failure_is_named_tried_again_and_then_ends_the_sample(bus: Bus) -> None:
+    calls = 0
+
+    async def fails(prompt: Prompt, policy: Any) -> None:
+        nonlocal calls
+        calls += 1
+        await policy.chat().ask()
+        raise KeyError("answer")
+
+    with capture_logs() as logs:
+        async with at_work(model(bus)), at_work(worker(bus, fails, retries=1)):
+            await bus.publish(PROMPT)
+            dropped = await first(bus, DROPPED)
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, dropped.tokens, calls) == ("error", 2, 2)
+    assert "KeyError" in dropped.detail
+    assert (await bus.info(TURNS)).messages == 1  # the second try had its answer from the log
+    assert [line["event"] for line in logs].count("episode_failed") == 2
+
+
+async def test_a_function_that_cancels_itself_has_failed_and_its_sample_is_told_of(bus: Bus) -> None:
+    async def cancels(prompt: Prompt, policy: Any) -> None:
+        raise asyncio.CancelledError
+
+    async with at_work(worker(bus, cancels, retries=0)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert (dropped.reason, "cancelled from within" in dropped.detail) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("replayable", "event", "turns"), [(True, "episode_resumed", 2), (False, "episode_restarted", 3)]
+)
+async def test_a_killed_episode_is_run_again_on_the_answers_that_it_had(
+    bus: Bus, replayable: bool, event: str, turns: int
+) -> None:
+    stuck = asyncio.Event()
+
+    async def episode(prompt: Prompt, policy: Any) -> float:
+        conversation = policy.chat()
+        await conversation.ask()
+        if not stuck.is_set():
+            stuck.set()
+            await asyncio.Event().wait()
+        await conversation.ask("3")
+        return 0.5
+
+    episode.replayable = replayable  # type: ignore[attr-defined]
+    async with at_work(model(bus)):
+        await bus.publish(PROMPT)
+        async with at_work(worker(bus, episode)):
+            await asyncio.wait_for(stuck.wait(), 10.0)
+        with capture_logs() as logs:
+            async with at_work(worker(bus, episode, "episode-1")):
+                rollout = await first(bus, ROLLOUTS)
+    assert isinstance(rollout, Rollout)
+    assert rollout.tokens.tolist() == [5, 6, ord("3"), 5, 6]
+    assert rollout.observations.tolist() == [2, 1]
+    assert (rollout.reward, len(rollout.turns)) == (0.5, 2)
+    assert (await bus.info(TURNS)).messages == (await bus.info(ANSWERS)).messages == turns
+    assert event in [line["event"] for line in logs]
+
+
+async def test_an_episode_that_asks_otherwise_goes_on_freshly_and_says_so(bus: Bus) -> None:
+    runs = 0
+
+    async def episode(prompt: Prompt, policy: Any) -> None:
+        nonlocal runs
+        runs += 1
+        conversation = policy.chat()
+        await conversation.ask()
+        await conversation.ask(str(runs))
+        if runs == 1:
+            await asyncio.Event().wait()
+
+    async with at_work(model(bus)):
+        await bus.publish(PROMPT)
+        async with at_work(worker(bus, episode)):
+            async with asyncio.timeout(10.0):
+                while (await bus.info(ANSWERS)).messages < 2:
+                    await asyncio.sleep(0.01)
+        with capture_logs() as logs:
+            async with at_work(worker(bus, episode, "episode-1")):
+                rollout = await first(bus, ROLLOUTS)
+    assert rollout.tokens.tolist() == [5, 6, ord("2"), 5, 6]
+    (told,) = [line for line in logs if line["event"] == "episode_restarted"]
+    assert (told["turn"], told["turns_reused"]) == (1, 1)
