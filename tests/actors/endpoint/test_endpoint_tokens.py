@@ -10,6 +10,9 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from actors.episode.endpoint.detokenise import Detokeniser, StopCut
 from actors.episode.endpoint.episode import trajectory_of
@@ -68,6 +71,33 @@ async def test_a_conversation_is_one_sequence_of_the_models_own_tokens(endpoint:
     assert made.logprobs[~observed].tolist() == [p for a in answers for p in a.logprobs.tolist()]
     roles = [message["role"] for message in made.messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+
+
+async def test_an_agent_of_a_framework_runs_its_tools_in_one_sequence(endpoint: Endpoint) -> None:
+    said = iter(
+        [
+            'Adding. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+            '<tool_call>{"arguments": {"b": 4, "a": 3}, "name": "add"}</tool_call>',
+            "10",
+        ]
+    )
+    session = await endpoint.open(lambda prompt, choice: next(said))
+    agent = Agent(
+        OpenAIChatModel("m", provider=OpenAIProvider(openai_client=endpoint.client(session))), instructions="Add."
+    )
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """The sum."""
+        return a + b
+
+    result = await agent.run("1+2+3+4")
+    assert result.output == "10"
+    made = rollout(session)
+    assert (len(made.turns), len(made.sequences)) == (3, 0)
+    told = endpoint.tokenizer.text_of(made.tokens)
+    assert "<tool_response>\n3\n</tool_response>" in told
+    assert "<tool_response>\n7\n</tool_response>" in told
 
 
 async def test_a_rewritten_context_and_each_branch_are_sequences_of_their_own(endpoint: Endpoint) -> None:
