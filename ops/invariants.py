@@ -38,14 +38,7 @@ from bus.table import (
     WEIGHTS,
 )
 from ops.findings import DEAD_LETTERS_MAX, PROMISES, REPLAYED, Check, Report, Rules
-from ops.raw_entries import (
-    fields_of,
-    group_of,
-    named,
-    prefix_digest,
-    sample_key,
-    segments_in,
-)
+from ops.raw_entries import fields_of, group_of, named, prefix_digest, sample_key, segments_in
 from ops.turn_checks import TurnChecks
 from schemas import Batch, Control, Evaluation, MalformedMessage, Segments, StepDone, WeightVersion
 from schemas.trajectory import model_segments
