@@ -68,7 +68,8 @@ class TurnWatch:
         running = self._running[turn.id] = _Running(turn, asyncio.get_running_loop().create_future())
         task = asyncio.ensure_future(generating)
         try:
-            await asyncio.wait([task, running.stopped], return_when=asyncio.FIRST_COMPLETED)
+            either: tuple[asyncio.Future[Any], ...] = (task, running.stopped)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             generation, cut, saved = task.result() if task.done() else (running.stopped.result(), None, 0)
         finally:
             del self._running[turn.id]
