@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.reward.code import Options, load
 from actors.reward.verifiers import RewardFunction, Setting, load_builtin
 from ops.datasets import BadRow, DataConfig, load_dataset
 from ops.datasets.formats import FORMATS, last_boxed
@@ -85,10 +87,11 @@ def test_right_answers_score_and_wrong_ones_do_not(
 
 
 @pytest.fixture(scope="module")
-def code() -> RewardFunction:
+def code() -> Iterator[RewardFunction]:
     if shutil.which("bwrap") is None and "CI" not in os.environ:
         pytest.skip("without bubblewrap no program is run")
-    return load_builtin("code", {}, Setting())
+    with contextlib.closing(load(Options(), Setting())) as reward:
+        yield reward
 
 
 PROGRAMS = [

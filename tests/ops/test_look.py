@@ -92,7 +92,7 @@ def test_bad_rows_and_why_a_run_would_stop_are_told(tmp_path: Path, model: Path,
     assert main(recipe, True, 1000, 1, True, False) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "99 rows (rows), 3 bad rows, 1 duplicate" in text
-    assert "data.jsonl, line 101: this is no JSON" in text
+    assert "line 101: this is no JSON" in text
     assert "line 40: the prompt has 40 tokens, more than 39" in text
     assert "data.on_bad_row is stop: a run would stop at the first bad row." in text
 
