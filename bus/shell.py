@@ -231,6 +231,8 @@ class _Shell:
         sample = (message.group_id, message.index) if isinstance(message, Sample) else entry.sample
         if sample is not None:
             tokens = len(message.tokens) if isinstance(message, Rollout | Partial) else 0
+            if isinstance(message, Rollout):
+                tokens -= int(message.observations[1::2].sum())
             detail = rejected.reason[:DETAIL_CHARS_MAX]
             await self._bus.publish(
                 Dropped(group_id=sample[0], index=sample[1], reason=rejected.drop, tokens=tokens, detail=detail)

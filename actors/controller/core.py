@@ -94,7 +94,7 @@ class ControllerCore:
         if answer is not None:
             group.answers[scored.index] = answer
         elif scored.verdict != "scored":
-            self._end_sample(group, scored.index, scored.verdict, scored.length, scored.detail)
+            self._end_sample(group, scored.index, scored.verdict, scored.made, scored.detail)
         self._settle(group)
 
     def saw_malformed(self, group_id: int, index: int, detail: str) -> None:
@@ -238,7 +238,7 @@ class ControllerCore:
             marks=self._marks(),
             dropped=dropped,
             seen=self._seen.means(),
-            lengths=np.array([answer.prompt_length + answer.length for answer in answers], "<i4"),
+            lengths=np.array([answer.prompt_length + answer.length + answer.observed for answer in answers], "<i4"),
             last_scored_s=max((answer.scored_s for answer in answers), default=0.0),
             scored_seqs=np.array(scored_seqs if any(scored_seqs) else (), "<i8"),
         )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 from schemas import Scored, Segments
+from schemas.trajectory import model_segments
 
 EQUAL_REWARDS = 1e-6  # equal rewards that are no binary fractions differ by rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """A scored sample, as far as the controller cares. `segments` are its `(version, count)` runs."""
+    """A scored sample, as far as the controller cares.
+
+    `segments` are the `(version, count)` runs of what the model made; beside that the response holds `observed` tokens
+    that it was told.
+    """
 
     rollout_seq: int
     reward: float
@@ -20,7 +25,8 @@ class Answer:
     scored_s: float = 0.0  # when the verdict was stored, Unix seconds by the broker's clock
     process_seq: int = 0  # where the verdict is, if it has process rewards, which stay there; else 0
     process_earned: bool = False  # whether one of them is not 0
-    length: int = dataclasses.field(init=False)  # tokens in the response
+    observed: int = 0
+    length: int = dataclasses.field(init=False)  # tokens that the model made
     oldest: int | None = dataclasses.field(init=False)  # policy version among its tokens; None without tokens
     newest: int | None = dataclasses.field(init=False)
 
@@ -101,9 +107,10 @@ def answer_of(scored: Scored, seq: int = 0, stored_s: float = 0.0) -> Answer | N
     return Answer(
         scored.rollout_seq,
         scored.reward,
-        scored.segments,
+        model_segments(scored.segments, scored.observations),
         scored.prompt_length,
         stored_s,
         process_seq=seq if len(scored.token_rewards) else 0,
         process_earned=bool(scored.token_rewards.any()),
+        observed=scored.length - scored.made,
     )

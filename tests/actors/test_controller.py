@@ -348,3 +348,24 @@ def test_a_verdict_on_a_group_of_another_controller_says_that_this_one_was_overt
     assert not core.overtaken
     core.saw_scored(2, scored(core.next_group, 0, 1.0, [(0, 1)]))
     assert core.overtaken
+
+
+def test_what_the_model_was_told_is_carried_along_and_not_counted_as_its_own() -> None:
+    """Observations go through the trainer, so ranks share them out; they are nobody's wasted or generated tokens."""
+    world = World(config(max_staleness=0, batch_groups=1))
+    world.core.saw_weights(0)
+    world.version = 0
+    world.settle()
+    for group, index, reward in ((0, 0, 0.0), (0, 1, None), (1, 0, 0.0), (1, 1, 1.0)):
+        if group >= world.core.next_group:
+            world.settle()
+        world.scores.append(scored(group, index, reward, [(0, 4), (0, 6)], observations=[3, 2, 8, 1]))
+        world.core.saw_scored(len(world.scores), world.scores[-1])
+        world.settle()
+    assert [(d.sample_id, d.reason, d.tokens) for d in world.drops] == [
+        ("0-1", "timeout", 7),
+        ("0-0", "group_too_small", 7),
+    ]
+    (batch,) = world.batches
+    assert batch.lengths.tolist() == [13, 13]  # 3 of the prompt
+    assert batch.seen["response_length"] == 7
