@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from actors.reward.code import TESTS_MAX
 from ops.datasets.bad_rows import BadRow
 from ops.datasets.config import PROMPT_MARK, DataConfig
 from ops.datasets.formats import FORMATS, Format, format_of, known
@@ -106,14 +107,14 @@ def _dressed(prompt: Any, config: DataConfig) -> Any:
 
 
 def _fewer_tests(task: dict[str, Any], bytes_max: int) -> tuple[dict[str, Any], int]:
-    """The task with those of its tests that fit into `bytes_max`, in order; and how many do not. Raises `BadRow`."""
+    """The task with those tests that fit into `bytes_max` and that `code` takes, in order; how many do not. Raises `BadRow`."""
     tests = task.get("tests")
     if not isinstance(tests, list):
         return task, 0
     kept, left = [], bytes_max
     for test in tests:
         size = _size(test)
-        if size <= left:
+        if size <= left and len(kept) < TESTS_MAX:
             kept.append(test)
             left -= size
     if tests and not kept:

@@ -274,6 +274,9 @@ def test_tests_beyond_the_limit_are_left_out_and_counted(tmp_path: Path) -> None
     data = load_dataset(DataConfig(train="rows.jsonl", tests_bytes_max=400), tmp_path)
     assert [len(test["stdin"]) for test in data.row(0)["tests"]] == [100, 100, 100]
     assert data.report.tests_left_out == 1  # type: ignore[attr-defined]
+    many = [{"input": "1", "output": "2", "testtype": "stdin"}] * 1500
+    (tmp_path / "many.jsonl").write_text(json.dumps(LCB | {"private_test_cases": packed(json.dumps(many))}))
+    assert len(load_dataset(DataConfig(train="many.jsonl"), tmp_path).row(0)["tests"]) == 1000, "what code takes"
     with pytest.raises(UserError, match="none of its 4 tests fits into 10 bytes"):
         load_dataset(DataConfig(train="rows.jsonl", tests_bytes_max=10), tmp_path)
 
