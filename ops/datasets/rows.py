@@ -107,11 +107,12 @@ def _dressed(prompt: Any, config: DataConfig) -> Any:
 
 
 def _fewer_tests(task: dict[str, Any], bytes_max: int) -> tuple[dict[str, Any], int]:
-    """The task with those tests that fit into `bytes_max` and that `code` takes, in order; how many do not. Raises `BadRow`."""
+    """The task with the tests that fit into `bytes_max` and that `code` takes; how many do not. Raises `BadRow`."""
     tests = task.get("tests")
     if not isinstance(tests, list):
         return task, 0
-    kept, left = [], bytes_max
+    kept: list[Any] = []
+    left = bytes_max
     for test in tests:
         size = _size(test)
         if size <= left and len(kept) < TESTS_MAX:
