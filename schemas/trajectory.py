@@ -91,6 +91,14 @@ def cuts(sequences: IntArray, prompt_tokens: int, tokens: int) -> list[tuple[sli
     return [(slice(p, p_end), slice(t, t_end)) for p, t, p_end, t_end in bounds]
 
 
+def last_turn(observations: IntArray, sequences: IntArray, tokens: int) -> tuple[int, int]:
+    """The first token of the last turn, and one past its last; `tokens` is at least 1."""
+    made = model_tokens(observations, tokens)
+    end = int(turn_ends(made, sequences)[-1]) + 1
+    before = np.concatenate([[0], np.flatnonzero(~made[:end]) + 1, np.cumsum(sequences[1::2], dtype=np.int64)])
+    return int(before[before < end].max()), end
+
+
 def turn_ends(made: Mask, sequences: IntArray) -> npt.NDArray[np.int64]:
     """The last tokens of the turns, int64 [K], ascending. A turn is a run of tokens that the model `made`, bool [T],
     one after the other within a sequence."""

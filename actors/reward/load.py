@@ -15,7 +15,7 @@ from actors.reward.verifiers import BUILTINS, Setting, load_builtin
 from actors.reward.verifiers.options import near
 from schemas.errors import UserError
 
-KEYWORDS = ("prompt", "response", "task", "finish", "sample_id", "tokens")
+KEYWORDS = ("prompt", "response", "task", "finish", "sample_id", "tokens", "messages")
 """What a function may ask for, by the names of its parameters."""
 
 

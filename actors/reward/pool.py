@@ -104,10 +104,12 @@ class RewardPool:
                 return verdict
             if self._decoder is None:
                 return replace(verdict, steps=())
-            rewards, ends = place(verdict.steps, tokens, request.response, self._decoder())
+            first, end = request.turn or (0, len(tokens))
+            of_turn, ends = place(verdict.steps, tokens[first:end], request.response, self._decoder())
         except ValueError as error:
             return Verdict("invalid", detail=str(error), seconds=verdict.seconds, digest=verdict.digest)
-        return replace(verdict, token_rewards=rewards, steps=(), step_ends=ends)
+        rewards = (*([0.0] * first), *of_turn, *([0.0] * (len(tokens) - end)))
+        return replace(verdict, token_rewards=rewards, steps=(), step_ends=tuple(first + at for at in ends))
 
     async def close(self) -> None:
         """Kill all children, with whatever they are doing; requests not yet answered raise `PoolClosed`."""

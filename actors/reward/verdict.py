@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from schemas import Rollout
+from schemas.trajectory import last_turn
 
 Status = Literal["scored", "timeout", "error", "invalid"]
 
@@ -26,13 +27,29 @@ class RewardRequest:
     task: Mapping[str, Any]
     """The data row that the prompt came from, with its `answer` and whatever else the row holds."""
     tokens: Sequence[int] | None = None
-    """The reply's token ids."""
+    """The reply's token ids; of an episode those of all its turns, and what was told between them."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What was said after the prompt, as chat messages; left out, the reply alone."""
+    turn: tuple[int, int] | None = None
+    """Where in `tokens` the reply is that `response` tells: the first, and one past the last; None: all of them."""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            object.__setattr__(self, "messages", [{"role": "assistant", "content": self.response}])
 
     @classmethod
     def of(cls, rollout: Rollout) -> "RewardRequest":
         """What is asked about a rollout."""
+        several = len(rollout.tokens) and (len(rollout.observations) or len(rollout.sequences))
         return cls(
-            rollout.sample_id, rollout.prompt, rollout.text, rollout.finish, rollout.task, rollout.tokens.tolist()
+            rollout.sample_id,
+            rollout.prompt,
+            rollout.text,
+            rollout.finish,
+            rollout.task,
+            rollout.tokens.tolist(),
+            rollout.messages,
+            last_turn(rollout.observations, rollout.sequences, len(rollout.tokens)) if several else None,
         )
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from actors.reward.actor import own_verdict
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
 from bus.port import Entry
@@ -68,7 +69,9 @@ async def reward_pool(recipe: Recipe, source: LogSource) -> AsyncIterator[Reward
 
 
 async def score_again(pool: RewardPool, rollout: Rollout) -> Verdict:
-    """What the reward function says of a recorded rollout, asked as the reward worker asks."""
+    """The verdict on a recorded rollout, as the reward worker comes to it: an episode's own, or the function's."""
+    if rollout.reward is not None:
+        return own_verdict(rollout)
     return await pool.score(RewardRequest.of(rollout))
 
 

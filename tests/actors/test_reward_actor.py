@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -81,3 +82,38 @@ def test_a_function_that_worked_once_fails_for_the_sample() -> None:
         assert (await bus.info(ROLLOUTS)).messages == 3
 
     run_virtual(main())
+
+
+def test_an_episode_that_scored_itself_is_passed_on_and_says_nothing_of_the_function() -> None:
+    """Its rewards by turn and its observations go with the verdict; the function that never worked stays to blame."""
+
+    async def main() -> None:
+        bus, pool = MemoryBus("run", MemoryHub()), Pool(lambda n: FAILED)
+        await bus.setup()
+        tokens = {"tokens": [5, 6, 7, 8], "logprobs": [-1, 0, 0, -1], "segments": [(0, 4)], "observations": [1, 2]}
+        own = {"reward": 0.5, "token_rewards": [0.25, 0, 0, 0], "step_ends": [0, 3]}
+        await bus.publish(dataclasses.replace(rollout(0), **tokens, **own))
+        await served(bus, pool, 5.0)
+        assert pool.asked == 0
+        (entry,) = await bus.get(SCORED, [1])
+        scored = entry.message()
+        assert isinstance(scored, Scored)
+        assert (scored.verdict, scored.reward, scored.step_ends.tolist()) == ("scored", 0.5, [0, 3])
+        assert scored.token_rewards.tolist() == [0.25, 0, 0, 0]
+        assert (scored.observations.tolist(), scored.made) == ([1, 2], 2)
+        await bus.publish(rollout(1))
+        with pytest.raises(UserError, match="8 times in a row"):
+            await served(bus, pool, 60.0)
+
+    run_virtual(main())
+
+
+def test_a_function_is_asked_about_the_last_turn_and_told_of_all_of_them() -> None:
+    said = [{"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}]
+    plain = RewardRequest.of(rollout(0))
+    assert plain.messages == [{"role": "assistant", "content": rollout(0).text}]
+    assert plain.turn is None
+    arrays = {"tokens": [5, 6, 7, 8], "logprobs": [-1, 0, 0, -1], "segments": [(0, 4)], "observations": [1, 2]}
+    asked = RewardRequest.of(dataclasses.replace(rollout(0), messages=said, **arrays))
+    assert asked.messages == said
+    assert asked.turn == (3, 4)

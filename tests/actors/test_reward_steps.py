@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Sequence
@@ -109,6 +110,11 @@ async def test_the_pool_gives_verdicts_with_rewards_on_tokens(tmp_path: Path) ->
         of_steps = await pool.score(request(form="steps", steps=[[2, 0.5], [4, -1]]))
         assert (of_steps.token_rewards, of_steps.step_ends) == ((0.0, 0.5, 0.0, 0.0, -1.0), (1, 4))
         assert of_steps.steps == ()
+        told = dataclasses.replace(
+            request(form="steps", steps=[[2, 0.5], [4, -1]]), tokens=[9, 9, 0, 1, 2, 3, 4, 9], turn=(2, 7)
+        )
+        of_turn = await pool.score(told)
+        assert (of_turn.token_rewards, of_turn.step_ends) == ((0.0, 0.0, 0.0, 0.5, 0.0, 0.0, -1.0, 0.0), (3, 6))
         for task, says in (
             ({"form": "tokens", "more": 1}, "6 numbers for 5 tokens"),
             ({"form": "steps", "steps": [[5, 1]]}, "ends at character 5 of a response of 4"),

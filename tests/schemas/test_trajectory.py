@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import MalformedMessage, Rollout
-from schemas.trajectory import cuts, model_segments, model_tokens, turn_ends
+from schemas.trajectory import cuts, last_turn, model_segments, model_tokens, turn_ends
 
 
 def ints(*values: int) -> np.ndarray:
@@ -47,12 +47,16 @@ def test_every_token_is_the_models_or_was_told_to_it_as_the_spans_say(trajectory
 
 @given(trajectories())
 def test_a_turn_ends_where_the_model_stops_or_another_sequence_begins(trajectory):
-    made, _, of_sequence, _, _, sequences = trajectory
+    made, _, of_sequence, _, spans, sequences = trajectory
     T = len(made)
     expected = [
         t for t in range(T) if made[t] and (t + 1 == T or not made[t + 1] or of_sequence[t + 1] != of_sequence[t])
     ]
     assert turn_ends(np.array(made), sequences).tolist() == expected
+    first, end = last_turn(spans, sequences, T)
+    assert end == expected[-1] + 1
+    assert all(made[t] and of_sequence[t] == of_sequence[end - 1] for t in range(first, end))
+    assert first == 0 or not made[first - 1] or of_sequence[first - 1] != of_sequence[first]
 
 
 @given(trajectories())
