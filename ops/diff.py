@@ -34,6 +34,7 @@ from ops.replay.trainer import replay_trainer
 from ops.text import HfTokenizer, visible
 from ops.weights import kept_weights
 from schemas import Batch, MalformedMessage, Rollout, Scored, StepDone, UserError, WeightVersion
+from schemas.trajectory import model_tokens
 
 if TYPE_CHECKING:
     from actors.trainer.learner import Learner
@@ -104,16 +105,17 @@ class Comparer:
             await asyncio.to_thread(self._compare, version, rollouts, learner)
 
     def _compare(self, version: int, rollouts: Sequence[Rollout], learner: Learner) -> None:
-        from actors.trainer.forward import ScoredTokens
+        from actors.trainer.forward import scored_sequences
         from ops.logprobs import trainer_logprobs
 
         masks = [_made_by(version, rollout) for rollout in rollouts]
         sequences = [
-            ScoredTokens(rollout.prompt_tokens, rollout.tokens, mask)
+            scored_sequences(rollout.prompt_tokens, rollout.tokens, mask, rollout.sequences)
             for rollout, mask in zip(rollouts, masks, strict=True)
         ]
-        found = trainer_logprobs(learner, sequences)
-        for rollout, mask, logprobs in zip(rollouts, masks, found, strict=True):
+        found = iter(trainer_logprobs(learner, [one for of_rollout in sequences for one in of_rollout]))
+        for rollout, mask, of_rollout in zip(rollouts, masks, sequences, strict=True):
+            logprobs = np.concatenate([next(found) for _ in of_rollout])
             positions = np.flatnonzero(mask)
             self.mismatch.add(
                 rollout.sample_id, version, rollout.tokens, positions, rollout.logprobs[positions], logprobs
@@ -121,11 +123,12 @@ class Comparer:
 
 
 def _made_by(version: int, rollout: Rollout) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """bool [T]: which tokens of the answer come from `version`."""
+    """bool [T]: which tokens of the answer `version` made; none of what the model was told."""
     if not rollout.segments:
         return np.zeros(0, np.bool_)
     versions, counts = np.array(rollout.segments, np.int64).T
-    return np.repeat(versions == version, counts)
+    made: np.ndarray[Any, np.dtype[np.bool_]] = np.repeat(versions == version, counts)
+    return made & model_tokens(rollout.observations, len(rollout.tokens))
 
 
 async def main(

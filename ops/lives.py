@@ -30,6 +30,7 @@ from schemas import (
     parse_sample_id,
     sample_id,
 )
+from schemas.trajectory import model_segments
 
 Sample = tuple[int, int]  # group id, index
 GET_WINDOW = 64
@@ -245,7 +246,8 @@ def _take_rollout(life: Life, entry: Entry) -> None:
         if life.training is not None:
             step, bound = life.training.step, life.training.max_staleness
             life.training.staleness = [step - version for version, _ in rollout.segments]
-            life.training.masked = sum(count for version, count in rollout.segments if step - version > bound)
+            made = model_segments(rollout.segments, rollout.observations)
+            life.training.masked = sum(count for version, count in made if step - version > bound)
 
 
 async def _read_prompts(source: LogSource, lives: dict[Sample, Life]) -> None:

@@ -19,6 +19,7 @@ from ops.replay.history import History, read_history
 from ops.text import HfTokenizer
 from ops.trace_view import Decoder, print_life, print_lives
 from schemas import Batch, Prompt, UserError, parse_sample_id, sample_id
+from schemas.trajectory import model_tokens
 
 Target: TypeAlias = tuple[Literal["sample"], Sample] | tuple[Literal["group", "step"], int]
 
@@ -140,6 +141,7 @@ def to_json(life: Life, tokenizer: Decoder) -> dict[str, Any]:
     if life.rollout is not None:
         out["rollout"]["pieces"] = tokenizer.pieces(life.rollout.tokens.tolist())
         out["rollout"]["versions"] = [version for version, count in life.rollout.segments for _ in range(count)]
+        out["rollout"]["made"] = model_tokens(life.rollout.observations, len(life.rollout.tokens)).tolist()
         out["rollout"]["seq"] = life.rollout_seq
     out["training"] = None if life.training is None else dataclasses.asdict(life.training)
     out["times"] = {

@@ -1,11 +1,13 @@
-"""Lives of samples in a terminal: every token in the colour of the weights that made it."""
+"""Lives of samples in a terminal: every token in the colour of the weights that made it, or of what was told."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -13,11 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.lives import Life
+from ops.runs import Run, runs_of
 from ops.text import visible
-from schemas import Segments, oldest_and_newest
+from schemas import Partial, Rollout, Segments, oldest_and_newest
+from schemas.trajectory import model_tokens, turn_ends
 
 COLOURS: Final = ("cyan", "yellow", "magenta", "green", "blue", "bright_red")
 MASKED: Final = "strike dim"  # too old to be trained
+TOLD: Final = "italic bright_black"  # by a user or a tool, between the model's turns
+TOLD_MARKS: Final = ("⟨", "⟩")
 COLUMNS: Final = ("sample", "tokens", "versions", "worker", "reward", "advantage", "age", "fate")
 DISPENSABLE: Final = ("worker", "versions", "fate", "age")  # in a narrow terminal, in this order
 NUMERIC: Final = ("tokens", "reward", "advantage", "age")
@@ -41,9 +47,11 @@ def print_life(life: Life, tokenizer: Decoder, console: Console) -> None:
     if life.rollout is not None:
         _section(console, "answer", _answer(life, tokenizer))
         console.print(Padding(_legend(life), (0, 0, 0, INDENT), expand=False))
+        if life.rollout.messages:
+            _section(console, "messages", _messages(life.rollout.messages))
     elif life.partial is not None:
         pieces = tokenizer.pieces(life.partial.tokens.tolist())
-        _section(console, "answer so far", coloured(pieces, life.partial.segments))
+        _section(console, "answer so far", coloured(pieces, _runs(life.partial)))
     _section(console, "life", _times(life))
     facts = _facts(life)
     if facts.row_count:
@@ -91,7 +99,7 @@ def _row(life: Life) -> tuple[str | Text, ...]:
         age += f" ({training.masked} masked)" if training.masked else ""
     return (
         life.id,
-        str(len(rollout.tokens)) if rollout is not None else "",
+        str(_made(rollout).sum()) if rollout is not None else "",
         _versions(rollout.segments) if rollout is not None else "",
         rollout.worker if rollout is not None else "",
         "" if scored is None else scored.verdict if scored.reward is None else _number(scored.reward),
@@ -105,35 +113,70 @@ def _short_answer(life: Life, tokenizer: Decoder, room: int) -> Text:
     if life.rollout is None:
         return Text()
     pieces = tokenizer.pieces(life.rollout.tokens.tolist()[:room])
-    text = coloured(pieces, life.rollout.segments, one_line=True)
+    text = coloured(pieces, _runs(life.rollout), one_line=True)
     text.truncate(room, overflow="ellipsis")
     return text
 
 
-def coloured(pieces: Sequence[str], segments: Segments, masked: Sequence[bool] = (), one_line: bool = False) -> Text:
-    """The answer, each token in the colour of its version.
+def coloured(pieces: Sequence[str], runs: Sequence[Run], oldest: int = 0, one_line: bool = False) -> Text:
+    """The answer, each token in the colour of its version; those of versions before `oldest` are masked.
 
-    Where the version changes a mark says to which, so that it can be read without colours, too.
+    Where the version changes a mark says to which, what was told stands in brackets, and a mark says where another
+    sequence begins: so it can be read without colours, too.
     """
     text = Text()
-    at = 0
-    colours = _colours(segments)
-    for place, (version, count) in enumerate(segments):
-        if len(segments) > 1:
-            text.append("" if place == 0 else " ")
-            text.append(f"v{version}▸", f"reverse {colours[version]}")
-            text.append(" " if pieces[at : at + 1] and not pieces[at].startswith(" ") else "")
-        style = f"{colours[version]} {MASKED}" if masked and masked[place] else colours[version]
-        for piece in pieces[at : at + count]:
+    colours = _colours(runs)
+    before: Run | None = None
+    made_by = None  # the version of the run before that was not told
+    for run in runs:
+        if before is not None and run.sequence != before.sequence:
+            text.append(" " if one_line else "\n")
+            text.append(f"sequence {run.sequence + 1}▸", "reverse")
+            text.append(" ")
+        of_run = pieces[run.start : run.start + run.count]
+        if not run.told and len(colours) > 1 and run.version != made_by:
+            text.append("" if not text else " ")
+            text.append(f"v{run.version}▸", f"reverse {colours[run.version]}")
+            text.append(" " if of_run and not of_run[0].startswith(" ") else "")
+        style = TOLD if run.told else colours[run.version] + (f" {MASKED}" if run.version < oldest else "")
+        opened, closed = TOLD_MARKS if run.told else ("", "")
+        text.append(opened, style)
+        for piece in of_run:
             shown = visible(piece)
             text.append(shown if one_line else shown.replace("↵", "↵\n"), style)
-        at += count
+        text.append(closed, style)
+        before, made_by = run, made_by if run.told else run.version
     return text
 
 
-def _colours(segments: Segments) -> dict[int, str]:
-    versions = sorted({version for version, _ in segments})
+def _runs(message: Rollout | Partial) -> list[Run]:
+    if isinstance(message, Rollout):
+        return runs_of(message.segments, message.observations, message.sequences)
+    return runs_of(message.segments, np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+def _made(rollout: Rollout) -> Any:
+    """bool [T]."""
+    return model_tokens(rollout.observations, len(rollout.tokens))
+
+
+def _colours(runs: Sequence[Run]) -> dict[int, str]:
+    versions = sorted({run.version for run in runs if not run.told})
     return {version: COLOURS[place % len(COLOURS)] for place, version in enumerate(versions)}
+
+
+def _messages(messages: Sequence[dict[str, Any]]) -> Text:
+    """A line for each: who said what."""
+    text = Text()
+    for message in messages:
+        content = message.get("content")
+        rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+        told = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        told += f" {json.dumps(rest)}" if rest else ""
+        text.append("\n" if text else "")
+        text.append(f"{visible(str(message.get('role', '?')))}: ", "bold")
+        text.append(visible(told[:PROMPT_CHARS_MAX]) + ("…" if len(told) > PROMPT_CHARS_MAX else ""))
+    return text
 
 
 def _section(console: Console, title: str, content: Any) -> None:
@@ -163,11 +206,10 @@ def _prompt(life: Life) -> Text:
 
 def _answer(life: Life, tokenizer: Decoder) -> Text:
     assert life.rollout is not None
-    masked = []
-    if life.training is not None:
-        masked = [age > life.training.max_staleness for age in life.training.staleness]
+    training = life.training
+    oldest = 0 if training is None else training.step - training.max_staleness
     pieces = tokenizer.pieces(life.rollout.tokens.tolist())
-    text = coloured(pieces, life.rollout.segments, masked)
+    text = coloured(pieces, _runs(life.rollout), oldest)
     if life.rollout.finish == "length":
         text.append(" … cut at its token limit", "dim")
     return text
@@ -175,18 +217,26 @@ def _answer(life: Life, tokenizer: Decoder) -> Text:
 
 def _legend(life: Life) -> Text:
     assert life.rollout is not None
-    text = Text()
-    ages = life.training.staleness if life.training is not None else []
-    colours = _colours(life.rollout.segments)
-    for place, (version, count) in enumerate(life.rollout.segments):
-        text.append("■ ", colours[version])
-        text.append(f"version {version}: {count} token{'s' if count != 1 else ''}")
-        if ages:
-            old = "on-policy" if ages[place] == 0 else f"{ages[place]} version{'s' if ages[place] > 1 else ''} old"
-            masked = life.training is not None and ages[place] > life.training.max_staleness
-            text.append(f", {old}{', masked' if masked else ''}")
+    text, training = Text(), life.training
+    runs = _runs(life.rollout)
+    told = sum(run.count for run in runs if run.told)
+    for version, colour in _colours(runs).items():
+        count = sum(run.count for run in runs if run.version == version and not run.told)
+        text.append("■ ", colour)
+        text.append(f"version {version}: {_tokens(count)}")
+        if training is not None:
+            age = training.step - version
+            old = "on-policy" if age == 0 else f"{age} version{'s' if age > 1 else ''} old"
+            text.append(f", {old}{', masked' if age > training.max_staleness else ''}")
         text.append("   ")
+    if told:
+        text.append("■ ", TOLD)
+        text.append(f"told: {_tokens(told)}, never trained")
     return text
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def _times(life: Life) -> Table:
@@ -249,9 +299,18 @@ def _facts(life: Life) -> Table:
         masked = f"{training.masked} tokens masked" if training.masked else "no token masked"
         table.add_row("staleness", f"{worst} at most, bound {bound}, {masked}")
     if life.rollout is not None and len(life.rollout.logprobs):
-        logprobs = life.rollout.logprobs
+        made = _made(life.rollout)
+        logprobs = life.rollout.logprobs[made]
         table.add_row("log-probability", f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f} nats a token")
-        table.add_row("tokens", f"{len(life.rollout.tokens)} after {len(life.rollout.prompt_tokens)} of the prompt")
+        table.add_row("tokens", f"{len(logprobs)} after {len(life.rollout.prompt_tokens)} of the prompt")
+        turns = len(turn_ends(made, life.rollout.sequences))
+        if turns > 1 or not made.all():
+            sequences = max(1, len(life.rollout.sequences) // 2)
+            table.add_row(
+                "turns",
+                f"{turns} in {sequences} sequence{'s' if sequences > 1 else ''}; told between them "
+                f"{_tokens(int((~made).sum()))}",
+            )
     return table
 
 

@@ -19,11 +19,14 @@ from actors.trainer.learner import Learner
 from actors.trainer.ranks import OneRank
 from actors.trainer.samples import train_sample
 from actors.trainer.turns import discounted_returns, ends_of_turns
+from ops.diff import Comparer
+from ops.mismatch import Mismatch
 from schemas import Rollout
-from schemas.trajectory import cuts
+from schemas.trajectory import cuts, model_tokens
 from tests.actors import naive_step
 from tests.actors.rank_threads import on_ranks, share
 from tests.actors.test_credit import normalised
+from tests.actors.tiny_model import plain_logprobs
 from tests.actors.tiny_models import qwen3, samples, trajectories
 
 BASE = {"lr": 1e-3, "adam_eps": 1e-3, "micro_batch_tokens": 60}
@@ -307,3 +310,50 @@ def test_a_rollout_is_trained_where_the_model_made_it_and_it_is_young_enough():
     assert s.versions is not None
     assert s.versions.tolist() == [3, -1, -1, 5, 5]
     assert s.turn_ends.tolist() == [0, 3, 4]
+
+
+def rollouts_of(model, version, seed):
+    """Trajectories as an engine that holds `model` makes them: each of its tokens with the logprob at its place."""
+    made = []
+    for s in trajectories(3, 2, seed=seed):
+        pairs = np.zeros(0, np.int32) if s.sequences is None else s.sequences
+        logprobs = np.zeros(len(s.tokens), np.float32)
+        for p, t in cuts(pairs, len(s.prompt_tokens), len(s.tokens)):
+            logprobs[t] = plain_logprobs(model, s.prompt_tokens[p], s.tokens[t])
+        told = np.flatnonzero(~s.made)
+        made.append(
+            Rollout(
+                group_id=s.group_id, index=int(s.sample_id[-1]), group_size=2, prompt="?", task={}, finish="stop",
+                text="", prompt_tokens=s.prompt_tokens, tokens=s.tokens, logprobs=np.where(s.made, logprobs, 0),
+                segments=[(version, len(s.tokens))], sequences=pairs,
+                observations=np.stack([told, np.ones_like(told)], axis=1).reshape(-1),
+            )
+        )  # fmt: skip
+    return made
+
+
+def test_every_trained_logprob_is_found_again_from_the_recorded_ids():
+    """What the trainer conditions a token on is what the engine did: its own sequence, what was told in it included."""
+    model, version = qwen3(), 5
+    rollouts = rollouts_of(model, version, seed=2)
+    fresh = [np.ones(len(r.tokens), np.bool_) for r in rollouts]
+    made = [train_sample(r, m, m * version, float(r.index)) for r, m in zip(rollouts, fresh, strict=True)]
+    told = Learner(model, TrainerConfig(micro_batch_tokens=80)).step(version, made)
+    assert told["engine_tokens"] == told["tokens_trained"] == sum(s.generated for s in made)
+    assert told["engine_mismatch_max"] < 1e-4
+    assert told["behaviour_ratio_max"] < 1 + 1e-4
+
+
+def test_a_diff_compares_what_the_model_made_and_nothing_else():
+    learner, version = Learner(qwen3(), TrainerConfig(micro_batch_tokens=80)), 5
+    rollouts = rollouts_of(learner.model, version, seed=3)
+    mismatch = Mismatch(1e-4, 3)
+    Comparer(None, {}, mismatch)._compare(version, rollouts, learner)
+    assert mismatch.all.tokens == sum(int(model_tokens(r.observations, len(r.tokens)).sum()) for r in rollouts)
+    assert mismatch.all.largest < 1e-4
+    (first, *rest) = rollouts
+    at = int(np.flatnonzero(model_tokens(first.observations, len(first.tokens)))[-1])
+    wrong = np.where(np.arange(len(first.tokens)) == at, first.logprobs - 0.5, first.logprobs)
+    planted = Mismatch(1e-4, 3)
+    Comparer(None, {}, planted)._compare(version, [replace(first, logprobs=wrong), *rest], learner)
+    assert (planted.offenders[0].sample_id, planted.offenders[0].position) == (first.sample_id, at)

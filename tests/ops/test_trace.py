@@ -273,3 +273,46 @@ async def test_a_run_that_has_not_trained_yet_can_be_asked(recorded: Path) -> No
     life = await life_of(log, "0-0")
     assert life.fate == "waits for a batch"
     assert life.training is None
+
+
+async def test_a_trajectory_is_told_turn_by_turn(
+    recorded: Path, tokenizer: HfTokenizer, show: Callable[..., str]
+) -> None:
+    """What the model was told stands in brackets and in a colour of its own, and counts as nobody's."""
+    async with open_log(str(recorded)) as source:
+        log = await altered(source)
+    (entry,) = await log.get(BATCHES, [2])
+    batch = entry.message()
+    assert isinstance(batch, Batch)
+    seq = int(batch.rollout_seqs[0])
+    old = (await log.get(ROLLOUTS, [seq]))[0].message()
+    assert isinstance(old, Rollout)
+    words = old.tokens[:1].tolist() * 3 + old.prompt_tokens[:2].tolist() + old.tokens[:1].tolist() * 2
+    log.change(
+        ROLLOUTS,
+        seq,
+        prompt_tokens=[*old.prompt_tokens.tolist(), 5],
+        tokens=words,
+        logprobs=[-1, -1, -1, 0, 0, -1, -1],
+        segments=[(0, 5), (1, 2)],
+        observations=[3, 2],
+        sequences=[len(old.prompt_tokens), 6, 1, 1],
+        messages=[{"role": "assistant", "content": "one"}, {"role": "tool", "content": None, "name": "add"}],
+    )
+    life = await life_of(log, old.sample_id)
+    told = show(life)
+    pieces = [visible(piece) for piece in tokenizer.pieces(words)]
+    assert f"⟨{''.join(pieces[3:5])}⟩ v1▸" in told
+    assert "sequence 2▸" in told
+    assert "version 0: 3 tokens, 1 version old" in told
+    assert "version 1: 2 tokens, on-policy" in told
+    assert "told: 2 tokens, never trained" in told
+    assert "3 in 2 sequences; told between them 2 tokens" in told
+    assert "mean -1.000, least -1.000 nats" in told
+    assert "assistant: one" in told
+    assert 'tool:  {"name": "add"}' in told
+    assert life.training is not None
+    assert life.training.advantages is not None
+    assert len(life.training.advantages) == 5
+    assert to_json(life, tokenizer)["rollout"]["made"] == [True, True, True, False, False, True, True]
+    assert "\x1b[3;90m" in show(life, terminal=True)
