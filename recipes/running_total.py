@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from recipes.tiny import write_model
+
 TERMS_MAX = 24
 TOTAL_MAX = 20
 P_STOP = 0.15
@@ -81,34 +83,4 @@ def demonstration(rng: Random, progress: float) -> tuple[str, str]:
 
 def make_model(path: Path, seed: int) -> None:
     """Write a fresh model of 0.103 million parameters and its tokenizer of 70 words, a word a token, into `path`."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types its own only in part
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    config = Qwen3Config(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.1,  # the usual 0.02 learns far more slowly at this width
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    write_model(path, seed, WORDS, positions=256)

@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from recipes.tiny import write_with_tokenizer
+
 OPEN, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 MARKS = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>")
 PIECES = (*MARKS, OPEN, CLOSE, "*", *map(str, range(10)))
@@ -50,42 +52,12 @@ def make_model(path: Path, seed: int) -> None:
     """Write a fresh model of 0.1 million parameters and its tokenizer, digits and a few marks, into `path`."""
     import re
 
-    import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     pieces = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"))
     longest = "|".join(re.escape(piece) for piece in (OPEN, CLOSE))
     pieces.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest}|."), "isolated")
     pieces.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types its own only in part
-        tokenizer_object=pieces,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=list(MARKS[3:]),
-        padding_side="left",
-        chat_template=TEMPLATE,
+    write_with_tokenizer(
+        path, seed, pieces, PIECES, positions=64, additional_special_tokens=list(MARKS[3:]), chat_template=TEMPLATE
     )
-    config = Qwen3Config(
-        vocab_size=len(PIECES),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.1,  # the usual 0.02 learns far more slowly at this width
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
