@@ -17,6 +17,7 @@ PROMISES: Final = {
     "I5": "every token carries the version that made it",
     "I6": "groups at work never exceed (η + v + 1)·B",
     "I7": "the same log and the same start give the same weights",
+    "turns": "no token is trained that the model did not make",
     "log": "records refer to what is there",
 }
 REPLAYED: Final = "I7"  # checked by training again, and only if that is asked for

@@ -17,8 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from bus.port import FROM_HEADER, REASON_HEADER, SEQ_HEADER, WAS_HEADER, Entry
 from bus.table import (
     ANSWERS,
@@ -130,9 +128,7 @@ class Auditor:
         self._steps = 0
         self._totals: Counter[str] = Counter()
         self._dead_letters: list[str] = []
-        self._turns = TurnChecks(
-            self.checks["I5"], self.checks["log"], self._totals, lambda sample: sample_key(sample) in self._prompted
-        )
+        self._turns = TurnChecks(self.checks, self._totals, lambda sample: sample_key(sample) in self._prompted)
         self._take: dict[str, Callable[[Entry], None]] = {
             CONTROL.name: self._control,
             WEIGHTS.name: self._weights,
@@ -323,14 +319,13 @@ class Auditor:
                 f"{named(key)} has tokens of version {min(segments)[0]}, its prompt asks for {group.min_version}"
             )
         self._check_prefix(named(key), entry, fields, segments)
-        self._turns.rollout(entry, fields, segments)
+        told = self._turns.rollout(entry, fields, segments)
         trained = self._key_at.pop(entry.seq, None)
         if trained is not None:
             self.checks["log"].checked += 1
             if trained != key:
                 step = self._trained[trained].step
                 self.checks["log"].fail(f"step {step} trains {named(trained)} from rollouts {entry.seq}: {named(key)}")
-            told = np.frombuffer(fields.get("observations") or b"", "<i4")
             self._check_ages(trained, model_segments(segments, told))
 
     def _tokens_of(self, entry: Entry) -> tuple[dict[str, Any], Segments, int]:
@@ -423,6 +418,7 @@ class Auditor:
         if published_s is None or published_s > entry.time_s + CLOCK_SLACK_S:
             self.checks["I4"].fail(f"step {done.step} is done, version {done.version} was not published by then")
         trained = {age: count for age, count in enumerate(done.staleness.tolist()) if count}
+        self._turns.trained(done.step, sum(trained.values()), sum(self._ages[done.step].values()))
         if trained != dict(self._ages[done.step]):
             self.checks["I1"].fail(
                 f"step {done.step} trained tokens by age {trained}, its batch allows {dict(self._ages[done.step])}"

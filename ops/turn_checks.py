@@ -1,4 +1,5 @@
-"""What an audit holds the turns of episodes to: rollouts are made of answers that stand in the log, of nothing else.
+"""What an audit holds the turns of episodes to: rollouts are made of answers that stand in the log and of what was told
+between them, which is told as such and never trained.
 
 Fed by `ops.invariants.Auditor` in its order: turns, then answers, then rollouts.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,19 +16,20 @@ import numpy as np
 from bus.port import Entry
 from ops.findings import Check
 from ops.raw_entries import fields_of
-from schemas import Segments
+from schemas import MalformedMessage, Segments
+from schemas.fields import IntArray
+from schemas.trajectory import Mask, check_observations, check_sequences, model_tokens
 
 ITEM_BYTES: Final = 4  # of a token, and of a logprob
 
 
 class TurnChecks:
-    """Remembers a digest of each answer. Findings go to the checks `tags` (I5) and `log`, counts to `totals`."""
+    """Remembers a digest of each answer. Findings go to the checks I5, `turns` and `log`, counts to `totals`."""
 
     def __init__(
-        self, tags: Check, log: Check, totals: Counter[str], admitted: Callable[[tuple[int, int]], bool]
+        self, checks: Mapping[str, Check], totals: Counter[str], admitted: Callable[[tuple[int, int]], bool]
     ) -> None:
-        self._tags = tags
-        self._log = log
+        self._tags, self._told, self._log = checks["I5"], checks["turns"], checks["log"]
         self._totals = totals
         self._admitted = admitted
         self._asked: dict[str, int] = {}  # turn id -> the version asked for
@@ -72,19 +74,36 @@ class TurnChecks:
         known.append((tokens, _digest(fields["tokens"], fields["logprobs"], _versions(segments).tobytes())))
         self._totals["answers"] += 1
 
-    def rollout(self, entry: Entry, fields: dict[str, Any], segments: Segments) -> None:
-        """Check that what the model made in a rollout is what its answers hold: tokens, logprobs and versions."""
+    def rollout(self, entry: Entry, fields: dict[str, Any], segments: Segments) -> IntArray:
+        """Check that what the model made in a rollout is what its answers hold: tokens, logprobs and versions.
+
+        Returns its observations, none if they cannot be.
+        """
         names: Sequence[str] = fields.get("turns") or ()
-        if not names:
-            return
-        made = np.ones(len(fields["tokens"]) // ITEM_BYTES, np.bool_)
-        spans = np.frombuffer(fields.get("observations") or b"", "<i4").reshape(-1, 2)
-        for start, count in spans.tolist():
-            made[start : start + count] = False
+        spans, sequences = (np.frombuffer(fields.get(name) or b"", "<i4") for name in ("observations", "sequences"))
+        versions, none = _versions(segments), np.zeros(0, "<i4")
+        total = len(fields["tokens"]) // ITEM_BYTES
+        if not (names or len(spans) or len(sequences)) or len(versions) != total:
+            return none
+        self._told.checked += 1
+        try:
+            check_observations(spans, np.frombuffer(fields["logprobs"], "<f4"))
+            check_sequences(sequences, len(fields["prompt_tokens"]) // ITEM_BYTES, total)
+        except MalformedMessage as error:
+            self._told.fail(f"{entry.id} at rollouts {entry.seq}: {error}")
+            return none
+        self._totals["observed tokens"] += int(spans[1::2].sum())
+        if names:
+            self._made_of(entry, fields, versions, model_tokens(spans, total), names)
+        return spans
+
+    def _made_of(
+        self, entry: Entry, fields: dict[str, Any], versions: IntArray, made: Mask, names: Sequence[str]
+    ) -> None:
         columns = [
             np.frombuffer(fields["tokens"], "<i4")[made],
             np.frombuffer(fields["logprobs"], "<f4")[made],
-            _versions(segments)[made],
+            versions[made],
         ]
         at = 0
         for name in names:
@@ -99,6 +118,12 @@ class TurnChecks:
             self._tags.fail(
                 f"{entry.id} at rollouts {entry.seq} has {len(columns[0])} tokens of the model's, its turns {at}"
             )
+
+    def trained(self, step: int, tokens: int, allowed: int) -> None:
+        """Check a step's trained tokens against those that the model made and that are young enough for it."""
+        self._told.checked += 1
+        if tokens > allowed:
+            self._told.fail(f"step {step} trained {tokens} tokens; the model made {allowed} that are young enough")
 
     def _taken(self, name: str, at: int, columns: Sequence[np.ndarray[Any, Any]]) -> int | None:
         """How many tokens from `at` on are the answer `name`; None if they are not."""
