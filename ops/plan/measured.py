@@ -56,7 +56,7 @@ async def measure(source: LogSource) -> Measured:
     """The second half of a log counts: in the first the run starts, and the pipeline fills.
 
     Raises:
-        UserError: there is too little of it.
+        UserError: there is too little of it, or it is of episodes.
     """
     lives: list[Life] = []
     prompts: list[int] = []
@@ -69,6 +69,12 @@ async def measure(source: LogSource) -> Measured:
                 message = entry.message()
             except MalformedMessage:
                 continue
+            if isinstance(message, Rollout) and message.turns:
+                raise UserError(
+                    f"The samples of the run {source.run} are episodes of several turns: how long they took tells of "
+                    "tools and waiting, and not how fast an engine is.",
+                    "Measure a run of the same model without an episode, or name a hardware profile.",
+                )
             if isinstance(message, Rollout) and not message.resumed and len(message.tokens):
                 end_s = entry.time_s
                 lives.append(Life(message.worker, end_s - message.seconds, end_s, len(message.tokens)))

@@ -11,6 +11,7 @@ from bus.port import Bus, Entry
 from bus.reading import read_to_end
 from bus.table import BATCHES, DROPPED, PARTIALS, ROLLOUTS, STEPS
 from schemas import Batch, Dropped, Message, Partial, Rollout, Segments, StepDone
+from schemas.trajectory import model_segments
 
 
 class Meter:
@@ -81,8 +82,8 @@ async def account(bus: Bus, generated: float) -> Account:
     lengths: dict[str, int] = {}
     segments: dict[int, Segments] = {}
     async for seq, rollout in _messages(bus, ROLLOUTS, Rollout):
-        lengths[rollout.sample_id] = len(rollout.tokens)
-        segments[seq] = rollout.segments
+        segments[seq] = model_segments(rollout.segments, rollout.observations)
+        lengths[rollout.sample_id] = sum(count for _, count in segments[seq])
     unfinished = 0
     async for _, partial in _messages(bus, PARTIALS, Partial):
         unfinished += len(partial.tokens) if partial.sample_id not in lengths else 0
