@@ -19,7 +19,11 @@ FOLDER = Path(__file__).parent / "golden_recordings"
 FILES = sorted(FOLDER.glob("*.rollstream"))
 FILE_BYTES_MAX = 150_000
 FIRST = {"prompt", "partial", "rollout", "scored", "dropped", "batch", "weights", "step", "control"}
-TYPES_IN = {"format1": FIRST, "format1-evaluations": FIRST | {"evaluation"}}
+TYPES_IN = {
+    "format1": FIRST,
+    "format1-evaluations": FIRST | {"evaluation"},
+    "format1-episodes": FIRST - {"dropped"} | {"turn", "answer", "note"},
+}
 EVERY_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
