@@ -349,9 +349,13 @@ class Auditor:
         """Whoever finished a sample or a turn began with its kept prefix, if that stood there when he got it.
 
         It may have been stored after that: by a worker that was held to be dead and was only slow. `seconds` tell when
-        the prompt came, up to how long it then took to store the rollout.
+        the prompt came, up to how long it then took to store the rollout. An answer that was cut within the prefix, at
+        a string that ends it, is not compared: the prefix's digest is over the whole of it.
         """
         if (prefix := self._prefixes.get(name)) is None:
+            return
+        if fields.get("stopped") and len(fields["tokens"]) // 4 < prefix.tokens:
+            self._totals["partials cut"] += 1
             return
         self.checks["I5"].checked += 1
         kept = prefix_digest(fields["tokens"], fields["logprobs"], segments, prefix.tokens)

@@ -9,8 +9,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.table import ROLLOUTS, SCORED, STEPS
-from schemas import StepDone
+from bus.table import PUBLISH_DEADLINE_S, ROLLOUTS, SCORED, STEPS
+from schemas import Answer, Partial, StepDone, Turn
 from tests.ops.sound_log import Log, whole_run
 from tests.ops.test_audit import broken
 
@@ -80,3 +80,29 @@ def test_spans_beside_tags_that_do_not_fit_stop_no_audit() -> None:
     report = changed(whole_run(), observations=ints(1, 2), segments=ints(0, 3)).audit()
     assert "I5" in broken(report)
     assert "malformed entries" not in report.totals
+
+
+def answered(**fields: Any) -> Log:
+    """A turn of 0-0 with a kept prefix of four tokens, and its answer long after that."""
+    log = whole_run()
+    turn = Turn(group_id=0, index=0, number=0, prompt_tokens=np.array([1]), stop=["."], seed=0, min_version=0)
+    made = {"group_id": 0, "index": 0, "turn": turn.id, "segments": [(0, 4)], "tokens": np.arange(4)}
+    log.put(turn)
+    log.put(Partial(**made, logprobs=np.full(4, -0.5), worker="rollout-0"))
+    log.now_s += 2 * PUBLISH_DEADLINE_S
+    cut = {"segments": [(0, 3)], "tokens": np.arange(3), "logprobs": np.full(3, -0.5)}
+    log.put(Answer(**made | cut | fields, finish="stop", text="a", seconds=0.5))
+    return log
+
+
+def test_an_answer_that_a_string_ended_within_its_kept_prefix_is_no_breach() -> None:
+    """The worker that kept it had not looked yet; the one that went on with it ends the answer where the string is."""
+    report = answered(stopped=".").audit()
+    assert broken(report) == {}
+    assert report.totals["partials cut"] == 1
+
+
+def test_an_answer_that_lost_its_kept_prefix_is_a_breach_though_a_string_ended_it() -> None:
+    longer = {"segments": [(0, 5)], "tokens": np.arange(5)[::-1], "logprobs": np.full(5, -0.5)}
+    for fields in ({}, {"stopped": "."} | longer):
+        assert "kept prefix of 4 tokens" in str(broken(answered(**fields).audit())["I5"])
