@@ -376,3 +376,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"{recipe.data.train}, which are trained on "
             "=> Name held-out rows in data.eval, or set evaluation.count to 0."
         )
+    episode = recipe.episode
+    if recipe.evaluation.count and episode is not None and (episode.has_agent or episode.function != "single"):
+        yield (
+            f"evaluation.count {recipe.evaluation.count} beside the episode's {episode.what}: held-out problems are "
+            "asked once, without the episode, and the score would be of something else than what is trained "
+            "=> Set evaluation.count to 0."
+        )
