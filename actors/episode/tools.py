@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import structlog
+
 from actors.episode.multi_turn import called
 from actors.functions import load_function
 from schemas import UserError
 
 if TYPE_CHECKING:
     from actors.reward.sandbox import Sandbox
+
+log = structlog.get_logger()
 
 EXPRESSION_CHARS_MAX = 1000
 NUMBER_BITS_MAX = 4096  # of a whole number on the way: 9**9**9 must not fill the memory
@@ -155,12 +159,18 @@ class Python:
         await asyncio.to_thread(self._sandbox.start)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the program printed, and what went wrong."""
+        """What the program printed, and what went wrong; also that the sandbox died, which it did three times then."""
+        from actors.reward.sandbox import SandboxLost
+
         code = arguments.get("code")
         if not isinstance(code, str):
             raise ToolError("python needs the argument code, a text")
         assert self._sandbox is not None
-        result = await self._sandbox.run(code)
+        try:
+            result = await self._sandbox.run(code)
+        except SandboxLost as error:
+            log.warning("tool_lost", tool=self.name, reason=str(error))
+            raise ToolError("python could not run the program") from error
         if result.status == "ok":
             return result.stdout
         last = result.stderr.strip().rpartition("\n")[2]
