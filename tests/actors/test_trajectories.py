@@ -225,6 +225,21 @@ def test_a_sequence_with_nothing_to_train_does_not_go_through_the_model():
     assert Learner(qwen3(), TrainerConfig()).step(0, made)["tokens_packed"] == 2 * (P + T - 2)
 
 
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99))
+def test_a_frozen_model_is_asked_of_all_trained_tokens_and_of_what_is_behind_the_last_sequence(seed):
+    """The critic's opinion of a trajectory that was cut is that at its very end, be the last sequence trained or not."""
+    batch = plan.ordered(0, trajectories(2, 3, seed=seed), qwen3(), TrainerConfig(), OneRank())
+
+    def read(micro):
+        return micro.targets.float(), micro.input_ids.flatten()[micro.ends].float()
+
+    told, ends = plan.ask(batch, read, TrainerConfig(micro_batch_tokens=50), torch.device("cpu"))
+    for s, mask, found, end in zip(batch.samples, batch.masks, told, ends, strict=True):
+        assert found.tolist() == s.tokens[mask].tolist()
+        assert end == (s.tokens[-1] if mask.any() else 0)
+
+
 # ---- credit by turn
 
 

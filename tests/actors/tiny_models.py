@@ -83,13 +83,17 @@ def trajectories(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 2
         tokens = np.diff(np.concatenate([[0], ends, [T]]))
         prompts = rng.integers(1, 6, count)
         pairs = np.stack([prompts, tokens], axis=1).reshape(-1).astype(np.int32)
+        mask = s.loss_mask & ~told
+        if count > 1 and rng.random() < 0.4 and mask[: -tokens[-1]].any():
+            mask[-tokens[-1] :] = False  # nothing of the last sequence is trained
         cut_up = replace(
             s,
             prompt_tokens=rng.integers(1, VOCABULARY, prompts.sum()).astype(np.int32),
             behaviour_logprobs=np.where(told, 0, s.behaviour_logprobs).astype(np.float32),
-            loss_mask=s.loss_mask & ~told,
+            loss_mask=mask,
             versions=np.where(told, -1, 3).astype(np.int32),
             sequences=pairs if count > 1 else None,
+            finish="length" if rng.random() < 0.3 else "stop",
         )
         if rng.random() < 0.5:
             ends = cut_up.turn_ends.astype(np.int32)
