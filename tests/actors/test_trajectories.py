@@ -228,7 +228,7 @@ def test_a_sequence_with_nothing_to_train_does_not_go_through_the_model():
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 99))
 def test_a_frozen_model_is_asked_of_all_trained_tokens_and_of_what_is_behind_the_last_sequence(seed):
-    """The critic's opinion of a trajectory that was cut is that at its very end, be the last sequence trained or not."""
+    """A critic is asked about a trajectory that was cut at its very end, be the last sequence trained or not."""
     batch = plan.ordered(0, trajectories(2, 3, seed=seed), qwen3(), TrainerConfig(), OneRank())
 
     def read(micro):
