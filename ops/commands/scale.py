@@ -16,7 +16,7 @@ def scale(
     nats: NatsUrl = None,
     run_name: RunName = None,
 ) -> None:
-    """Change the number of rollout or reward workers on the machine where `run` goes on. Others join by `up`.
+    """Change the number of rollout, reward or episode workers on the machine where `run` goes on. Others join by `up`.
 
     Workers that leave hand their unfinished samples over. The number holds until the next `scale`, and when the run is
     resumed, unless the recipe then asks for another one than before.
@@ -24,6 +24,7 @@ def scale(
     ```
     rollstream scale rollout=4
     rollstream scale runs/running-total-20250101-120000 rollout=2 reward=3
+    rollstream scale episode=2
     rollstream scale --nats nats://user:password@host:4222 --run-name running-total-20250101-120000 rollout=6
     ```
     """

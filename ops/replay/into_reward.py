@@ -28,6 +28,7 @@ class Totals:
     rollouts: int = 0
     changed: int = 0
     without_verdict: int = 0  # in the log
+    own: int = 0  # rewards that episodes gave themselves
     both: int = 0
     reward_before: float = 0.0
     reward_after: float = 0.0
@@ -37,6 +38,7 @@ class Totals:
         """Take one more."""
         self.rollouts += 1
         self.changed += one.changed
+        self.own += one.own
         if one.before is None:
             self.without_verdict += 1
         elif one.before.reward is not None and one.after.reward is not None:
@@ -92,6 +94,8 @@ async def main(target: str | None, overrides: Sequence[str], out: Path | None, c
     if totals.both:
         before, after = totals.reward_before / totals.both, totals.reward_after / totals.both
         console.print(f"mean reward {before:.4f} → {after:.4f} over {totals.both:,} answers scored both times")
+    if totals.own:
+        console.print(f"{totals.own:,} rewards are their episodes' own: no function was asked")
     if totals.without_verdict:
         console.print(f"{totals.without_verdict:,} rollouts have no verdict in the log")
     tell_damage(damage, console)

@@ -30,6 +30,8 @@ class Rescored:
     rollout_seq: int
     before: Verdict | None
     after: Verdict
+    own: bool = False
+    """Whether its episode gave the reward itself, so that no function was asked."""
 
     @property
     def changed(self) -> bool:
@@ -123,7 +125,7 @@ async def _all(pool: RewardPool, entries: Sequence[Entry], verdicts: dict[int, S
                 rollouts.append((entry.seq, message))
     now = await asyncio.gather(*(score_again(pool, rollout) for _, rollout in rollouts))
     return [
-        Rescored(rollout.sample_id, seq, _verdict_of(verdicts.get(seq)), verdict)
+        Rescored(rollout.sample_id, seq, _verdict_of(verdicts.get(seq)), verdict, rollout.reward is not None)
         for (seq, rollout), verdict in zip(rollouts, now, strict=True)
     ]
 

@@ -155,3 +155,18 @@ def test_new_names_of_parts_are_no_change_of_a_verdict() -> None:
     assert not Rescored("3-1", 7, before, after).changed
     assert Rescored("3-1", 7, before, Verdict("scored", 1.0, {"a": 0.5})).changed
     assert not Rescored("3-1", 7, None, after).changed
+
+
+async def test_what_episodes_gave_themselves_is_no_verdict_of_a_new_function(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or a function that was never asked would seem to agree."""
+    path = Path(__file__).parent / "golden_recordings" / "format1-episodes.rollstream"
+    async with open_log(str(path)) as source:
+        rollouts = [entry.message() async for entry in source.read(ROLLOUTS)]
+    own = {r.sample_id for r in rollouts if isinstance(r, Rollout) and r.reward is not None}
+    assert await into_reward.main(str(path), [f"{other}:constant"], None, False) == 0
+    told = capsys.readouterr().out
+    assert 0 < len(own) < len(rollouts)
+    assert f"{len(own)} rewards are their episodes' own: no function was asked" in told
+    assert not own & set(listed(told))
