@@ -74,6 +74,7 @@ class RewardWorker:
         self._broken = asyncio.get_running_loop().create_future()
         self._stop = stop
         await self.pool.start()
+        self.gauges.pause("rollouts")
         room = 2 * self.config.children + 2
         try:
             async with self.gauges.beating():

@@ -43,10 +43,12 @@ class Pool:
     async def close(self) -> None: ...
 
 
-async def served(bus: MemoryBus, pool: Pool, seconds: float) -> None:
+async def served(bus: MemoryBus, pool: Pool, seconds: float) -> RewardWorker:
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, stop.set)
-    await RewardWorker(bus, RewardConfig(children=2), pool, "reward").run(stop)
+    worker = RewardWorker(bus, RewardConfig(children=2), pool, "reward")
+    await worker.run(stop)
+    return worker
 
 
 async def log_of(samples: int) -> MemoryBus:
@@ -93,8 +95,9 @@ def test_an_episode_that_scored_itself_is_passed_on_and_says_nothing_of_the_func
         tokens = {"tokens": [5, 6, 7, 8], "logprobs": [-1, 0, 0, -1], "segments": [(0, 4)], "observations": [1, 2]}
         own = {"reward": 0.5, "token_rewards": [0.25, 0, 0, 0], "step_ends": [0, 3]}
         await bus.publish(dataclasses.replace(rollout(0), **tokens, **own))
-        await served(bus, pool, 5.0)
+        worker = await served(bus, pool, 5.0)
         assert pool.asked == 0
+        assert worker.gauges.idle_s > 0  # it waited, and was not "starting" for ever
         (entry,) = await bus.get(SCORED, [1])
         scored = entry.message()
         assert isinstance(scored, Scored)
