@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -22,17 +23,21 @@ class ToolCall:
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in an answer, in order, malformed ones with their error."""
-    return [_parsed(found[1]) for found in _CALL.finditer(text)][:CALLS_MAX]
+    return [read_tool_call(found[1]) for found in _CALL.finditer(text)][:CALLS_MAX]
 
 
-def _parsed(text: str) -> ToolCall:
+def read_tool_call(body: str) -> ToolCall:
+    """The call that the text between the tags is, or why it is none."""
     try:
-        call = json.loads(text)
+        call = json.loads(body)
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the tool call is not JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
         return ToolCall("", {}, 'a tool call is {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", {})
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the object as a string of JSON
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, "the arguments of a tool call are a map by name")
-    return ToolCall(call["name"], arguments)
+        return ToolCall(name, {}, "the arguments of a tool call are a map by name")
+    return ToolCall(name, arguments)

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from actors.episode.tool_calls import read_tool_call
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -85,26 +87,15 @@ def _undecided(text: str) -> int:
 
 def read_call(body: str) -> Call | None:
     """The call that the text between the tags is; None if it is none."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a string of JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
+    call = read_tool_call(body)
+    if call.error or not call.name:
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
         text.encode()
     except ValueError:  # NaN, or half a surrogate pair
         return None
-    return Call(name, text)
+    return Call(call.name, text)
 
 
 def parse(text: str) -> tuple[str, list[Call]]:

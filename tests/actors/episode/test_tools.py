@@ -51,6 +51,10 @@ def test_calls_are_read_and_malformed_ones_explained() -> None:
     assert (first.name, first.arguments, first.error) == ("f", {"x": 1}, "")
     assert "not JSON" in second.error
     assert third.error
+    (written,) = parse_tool_calls('<tool_call>{"name": "f", "parameters": "{\\"x\\": 1}"}')
+    assert (written.arguments, written.error) == ({"x": 1}, "")
+    (broken,) = parse_tool_calls('<tool_call>{"name": "f", "arguments": "{oh"}</tool_call>')
+    assert "a map by name" in broken.error
 
 
 async def test_errors_slow_tools_and_long_answers_go_to_the_model(tmp_path: Path) -> None:
