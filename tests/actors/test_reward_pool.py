@@ -69,7 +69,7 @@ async def test_a_function_gets_what_its_parameters_name_and_nothing_else(tmp_pat
 async def test_a_function_that_takes_anything_gets_everything(tmp_path: Path) -> None:
     """`**extra` is how a function asks for all there is."""
     source = "def reward(response, **extra): return len(extra)"
-    assert (await verdict_of(tmp_path, source)).reward == 5
+    assert (await verdict_of(tmp_path, source)).reward == 6
 
 
 async def test_a_dict_gives_the_reward_and_named_parts(tmp_path: Path) -> None:
