@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from actors.reward import TESTS_MAX
 from actors.reward.compare import same_output, same_value
 from actors.reward.program import Where, find_program
 from actors.reward.sandbox import Box, Call, Limits, Sandbox
 from actors.reward.verifiers import Setting
 from schemas.errors import UserError
 
-TESTS_MAX = 1000
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
 FAILURES = ("wrong", "failed", "compile_error", "timeout", "memory", "output", "forbidden", "no_program")
 """Parts of the verdict: how many tests ended so. `no_program` is 1 if the reply held none."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actors.reward.code import TESTS_MAX
+from actors.reward import TESTS_MAX
 from ops.datasets.bad_rows import BadRow
 from ops.datasets.config import PROMPT_MARK, DataConfig
 from ops.datasets.formats import FORMATS, Format, format_of, known

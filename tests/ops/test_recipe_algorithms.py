@@ -89,7 +89,7 @@ def test_a_correction_can_be_named(name: str) -> None:
         (["trainer.reference=initial", "trainer.kl={coef: 0.1, estimator: k1}"], "k1 in the loss", "place to reward"),
         (["trainer.algorithm=gropo"], "trainer.algorithm is 'gropo'", "Did you mean grpo?"),
         (["trainer.loss=gsop"], "'gsop' is no loss", "Use one of decoupled_ppo"),
-        (["trainer.loss=mine.py:loss"], "no file", "Correct the path"),
+        (["trainer.loss=a_loss_of_mine.py:loss"], "no file", "Correct the path"),
         (["trainer.advantage.function=mine"], "'mine' names no function", "file.py:function"),
         (["trainer.behaviour_weight=tiss"], "'tiss' is no correction", "Use one of tis"),
         (["trainer.loss=cispo", "trainer.dual_clip=3"], "no ratio to clip twice", "Remove dual_clip"),
