@@ -16,6 +16,7 @@ def write_notes(folder: Path, reports: Sequence[RowReport]) -> None:
         lines += [f"  {sentence}" for sentence in report.bad]
         if report.bad_rows > SHOWN:
             lines.append(f"  and {report.bad_rows - SHOWN:,} more; `rollstream data` looks at them")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
