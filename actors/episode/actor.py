@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -32,6 +34,7 @@ log = structlog.get_logger()
 RETRY_S = 0.2  # before a function that failed is tried again
 FAILURES_MAX = 8  # in a row, before any success: then the function as a whole is held to be broken
 DETAIL_CHARS_MAX = 4000
+OWN = Path(__file__).parent  # what a function calls here is no place where it went wrong
 
 
 class EpisodeWorker:
@@ -66,6 +69,7 @@ class EpisodeWorker:
         self._cut = 0
         self._failed = 0
         self._in_a_row = 0
+        self._fruitless_groups: set[int] = set()  # before the first success
         self._turns = 0
         self._reused = 0
         self.gauges = Gauges(bus, name, "episode", self._read_gauges)
@@ -152,6 +156,7 @@ class EpisodeWorker:
                     except GivenUp as error:
                         return self._dropped(prompt, policy, error.reason, str(error))
                     except EmptyTrajectory as error:
+                        self._fruitless(prompt, str(error))
                         return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
                     except Exception as error:
                         failure = _told(error)
@@ -170,7 +175,10 @@ class EpisodeWorker:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return self._dropped(prompt, policy, "timeout", f"longer than episode.timeout_s {self.config.timeout_s:g}")
+            late = f"longer than episode.timeout_s {self.config.timeout_s:g}"
+            if not policy.asking:  # or it is the model that is slow, or not there
+                self._fruitless(prompt, late)
+            return self._dropped(prompt, policy, "timeout", late)
         return self._dropped(prompt, policy, "error", failure)
 
     async def _trajectory(self, prompt: Prompt, policy: Policy) -> Trajectory:
@@ -182,6 +190,8 @@ class EpisodeWorker:
             if task is None or task.cancelling():
                 raise
             raise RuntimeError("it was cancelled from within") from None  # or its sample would end without a word
+        except SystemExit as error:
+            raise RuntimeError(f"it called exit({error.code})") from error  # or it would take all episodes along
         except Bound as bound:
             self._cut += 1
             log.info("episode_cut", worker=self.name, sample=prompt.sample_id, reason=str(bound))
@@ -223,6 +233,17 @@ class EpisodeWorker:
                 "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept.",
             )
 
+    def _fruitless(self, prompt: Prompt, failure: str) -> None:
+        """Raises `UserError` once episodes of that many groups have come to nothing, and none to anything."""
+        if self._finished:
+            return
+        self._fruitless_groups.add(prompt.group_id)
+        if len(self._fruitless_groups) >= FAILURES_MAX:
+            raise UserError(
+                f"The episode {self.config.what} made nothing to train of {FAILURES_MAX} groups: {failure}.",
+                "Mend it and continue with `rollstream run RECIPE --resume`; what was dropped stays so.",
+            )
+
     def _dropped(self, prompt: Prompt, policy: Policy, reason: DropReason, detail: str) -> Dropped:
         tokens = sum(len(said.answer.tokens) for said in policy.said)
         log.warning("episode_dropped", worker=self.name, sample=prompt.sample_id, reason=reason, detail=detail)
@@ -252,8 +273,7 @@ def _told(error: Exception) -> str:
         return f"its trajectory cannot be stored: {error}"
     if isinstance(error, FailedElsewhere):
         return str(error)
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = f" ({last.tb_frame.f_code.co_filename}, line {last.tb_lineno})" if last is not None else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(OWN)]
+    where = next((f" ({at.filename}, line {at.lineno})" for at in reversed(theirs or frames)), "")
     return f"{type(error).__name__}: {error}{where}"

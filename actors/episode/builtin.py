@@ -13,7 +13,7 @@ from actors.episode.config import EpisodeConfig
 from actors.episode.policy import Policy
 from actors.functions import load_function
 from actors.reward.config import RewardConfig
-from actors.reward.verifiers.options import read_options
+from actors.reward.verifiers.options import near, read_options
 from schemas import Prompt, UserError
 
 SECTION = ("episode", "episode")  # in errors about options
@@ -83,4 +83,21 @@ def load_episode(config: EpisodeConfig, reward: RewardConfig, base: Path) -> Epi
             f"episode.function {config.function} is no async function.",
             "Write it as `async def episode(prompt, policy)`.",
         )
+    _check_parameters(function, config)
     return Function(function, config.options)
+
+
+def _check_parameters(function: Callable[..., Any], config: EpisodeConfig) -> None:
+    """Raises `UserError` unless the function takes a prompt, a policy and the recipe's options."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, None, **config.options)
+    except TypeError as error:
+        free = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][
+            2:
+        ]
+        unknown = [name for name in config.options if name not in free]
+        raise UserError(
+            f"The function {config.function} cannot be called with a prompt, a policy and episode.options: {error}.",
+            near(unknown[0], free) if unknown else "Write it as `async def episode(prompt, policy, option=...)`.",
+        ) from error

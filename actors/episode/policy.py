@@ -76,6 +76,7 @@ class Policy:
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.said: list[Said] = []
+        self.asking = 0  # questions that the model has not answered
         self.conversations: list[Conversation] = []
         self.log = Log()
         self._exchange = exchange
@@ -128,7 +129,9 @@ class Policy:
             )
             for choice in range(n)
         ]
+        self.asking += 1
         answered = await asyncio.gather(*(self._exchange.ask(turn, on_tokens) for turn in turns))
+        self.asking -= 1
         for one in answered:
             self.log.reused += one.reused
             if one.elsewhere and self.log.diverged is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.episode.actor import EpisodeWorker
-from actors.episode.builtin import Function
+from actors.episode.builtin import Function, load_episode
 from actors.episode.config import EpisodeConfig
+from actors.reward.config import RewardConfig
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus, Delivery
 from bus.shell import serve
 from bus.table import ANSWERS, DROPPED, ROLLOUTS, TURN_WORKERS, TURNS, Stream
-from schemas import Answer, Dropped, Message, Prompt, Rollout, Turn
+from schemas import Answer, Dropped, Message, Prompt, Rollout, Turn, UserError
 
 PROMPT = Prompt(group_id=1, index=0, group_size=1, prompt="2", task={}, seed=7, min_version=0)
 
@@ -120,6 +123,85 @@ async def test_a_function_that_cancels_itself_has_failed_and_its_sample_is_told_
         await bus.publish(PROMPT)
         dropped = await first(bus, DROPPED)
     assert (dropped.reason, "cancelled from within" in dropped.detail) == ("error", True)
+
+
+async def test_a_function_that_exits_has_failed_and_takes_no_other_episode_along(bus: Bus) -> None:
+    async def exits(prompt: Prompt, policy: Any) -> None:
+        raise SystemExit(3)
+
+    async with at_work(worker(bus, exits, retries=0)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert (dropped.reason, "it called exit(3)" in dropped.detail) == ("error", True)
+
+
+async def test_a_function_of_which_nothing_ever_comes_stops_the_run_but_one_bad_row_or_a_slow_model_does_not(
+    bus: Bus,
+) -> None:
+    async def asks_nothing(prompt: Prompt, policy: Any) -> float:
+        return 1.0
+
+    async def waits(prompt: Prompt, policy: Any) -> None:
+        await policy.chat().ask()  # there is no model here
+
+    async def hangs(prompt: Prompt, policy: Any) -> None:
+        await asyncio.Event().wait()
+
+    def groups(start: int, end: int) -> list[Prompt]:
+        return [dataclasses.replace(PROMPT, group_id=group) for group in range(start, end)]
+
+    async def fate(function: Any, prompts: list[Prompt]) -> str:
+        bus = MemoryBus("run", MemoryHub())
+        await bus.setup(ack_wait_s=5.0)
+        for prompt in prompts:
+            await bus.publish(prompt)
+        work = asyncio.ensure_future(worker(bus, function, timeout_s=0.1))
+        async with asyncio.timeout(10.0):
+            while not work.done() and (await bus.info(DROPPED)).messages < len(prompts):
+                await asyncio.sleep(0.01)
+            if work.done():
+                return str(work.exception())
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return "goes on"
+
+    one_row = [dataclasses.replace(PROMPT, index=index, group_size=9) for index in range(9)]
+    assert "made nothing to train of 8 groups: the model said nothing" in await fate(asks_nothing, groups(1, 9))
+    assert "made nothing to train of 8 groups: longer than episode.timeout_s 0.1" in await fate(hangs, groups(1, 9))
+    assert await fate(asks_nothing, one_row) == "goes on"
+    assert await fate(waits, groups(1, 9)) == "goes on"
+
+
+async def test_a_failure_within_ours_is_named_by_the_line_of_the_function_that_led_there(bus: Bus) -> None:
+    async def asks_with_text(prompt: Prompt, policy: Any) -> None:
+        await policy.generate("text")
+
+    async with at_work(worker(bus, asks_with_text, retries=0)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert "test_episode_worker.py, line" in dropped.detail
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "told"),
+    [
+        ("prompt", {}, "too many positional arguments"),
+        ("prompt, policy, turns=3", {"turn": 4}, "Did you mean turns?"),
+        ("prompt, policy, turns", {}, "missing a required argument: 'turns'"),
+        ("prompt, policy, **options", {"any": 1}, None),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_the_recipe_says_is_refused_before_the_run(
+    tmp_path: Path, parameters: str, options: dict[str, Any], told: str | None
+) -> None:
+    (tmp_path / "task.py").write_text(f"async def episode({parameters}):\n    return 1.0\n")
+    config = EpisodeConfig(function="task.py:episode", options=options)
+    if told is None:
+        load_episode(config, RewardConfig(function="exact"), tmp_path)
+        return
+    with pytest.raises(UserError) as refused:
+        load_episode(config, RewardConfig(function="exact"), tmp_path)
+    assert told in f"{refused.value} {refused.value.remedy}"
 
 
 @pytest.mark.parametrize(
