@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from actors.episode.trajectory import Said, Trajectory
 from schemas import Answer, DropReason, Finish, Prompt, Turn
 
 SEED_BITS = 62
+CHOICES_MAX = 64  # answers to one turn
 
 
 class Bound(Exception):
@@ -103,11 +105,13 @@ class Policy:
 
         Raises:
             Bound: the episode has used its turns or its tokens, or the prompt leaves the model no room.
+            ValueError: what was asked for cannot be asked for.
         """
+        _check(prompt_tokens, max_new_tokens, n)
         number, self._number = self._number, self._number + 1
         if number >= self._config.max_turns:
             raise Bound(f"episode.max_turns {self._config.max_turns} are used")
-        tokens = tuple(prompt_tokens)
+        tokens = tuple(map(int, prompt_tokens))
         most = min(max_new_tokens or self._max_new_tokens, self._max_new_tokens)
         if self._config.max_tokens is not None:
             most = min(most, self._config.max_tokens - len(tokens))
@@ -168,3 +172,12 @@ def seed_of(seed: int, attempt: int, number: int, choice: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed}/{attempt}/{number}/{choice}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
+
+
+def _check(prompt_tokens: Sequence[int], max_new_tokens: int | None, n: int) -> None:
+    if not all(isinstance(token, Integral) for token in prompt_tokens):
+        raise ValueError("generate takes the ids of tokens, integers; for text there is policy.chat().ask(text)")
+    if not 1 <= n <= CHOICES_MAX:
+        raise ValueError(f"n must be 1 to {CHOICES_MAX} answers, not {n}")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be 1 at least, not {max_new_tokens}")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from actors.episode.endpoint.errors import bad, from_validation
+from actors.episode.policy import CHOICES_MAX
 
-CHOICES_MAX = 64
 STOPS_MAX = 16
 ID_CHARS_MAX = 200
 

@@ -109,7 +109,7 @@ async def test_who_has_not_the_token_gets_no_task(
 async def test_a_session_whose_agent_is_silent_ends_as_the_recipe_says(
     bus: MemoryBus, tmp_path: Path, tokenizer: HfTokenizer, on_idle: str, asks: bool
 ) -> None:
-    async with life(bus, tmp_path, tokenizer, idle_s=0.3, on_idle=on_idle) as now, now.client("none") as client:
+    async with life(bus, tmp_path, tokenizer, idle_s=2.0, on_idle=on_idle) as now, now.client("none") as client:
         session = await take(client)
         if asks:
             async with now.client(session["api_key"]) as agent:

@@ -115,6 +115,27 @@ async def test_a_failure_is_named_tried_again_and_then_ends_the_sample(bus: Bus)
     assert [line["event"] for line in logs].count("episode_failed") == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"prompt_tokens": [1], "n": 100_000}, "n must be 1 to 64"),
+        ({"prompt_tokens": [1], "n": 0}, "n must be 1 to 64"),
+        ({"prompt_tokens": [1], "max_new_tokens": -3}, "max_new_tokens must be 1 at least"),
+        ({"prompt_tokens": [1.5]}, "the ids of tokens"),
+        ({"prompt_tokens": "guess"}, "the ids of tokens"),
+    ],
+)
+async def test_what_cannot_be_asked_for_is_refused_with_the_reason(bus: Bus, asked: dict[str, Any], told: str) -> None:
+    async def asks(prompt: Prompt, policy: Any) -> None:
+        await policy.generate(**asked)
+
+    async with at_work(model(bus)), at_work(worker(bus, asks, retries=0)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert (dropped.reason, told in dropped.detail) == ("error", True)
+    assert (await bus.info(TURNS)).messages == 0
+
+
 async def test_a_function_that_cancels_itself_has_failed_and_its_sample_is_told_of(bus: Bus) -> None:
     async def cancels(prompt: Prompt, policy: Any) -> None:
         raise asyncio.CancelledError
