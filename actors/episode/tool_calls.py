@@ -8,7 +8,8 @@ import json
 import re
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 CALLS_MAX = 32  # in one answer; the rest is ignored
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -48,41 +49,28 @@ def result_of(message: Prompt | Turn, made: Made) -> Rollout | Answer:
     """What is published of a finished answer."""
     generation = made.generation
     assert generation.finish is not None
-    stopped = made.cut.reason if made.cut is not None else ""
-    tokens, logprobs = np.array(generation.tokens, "<i4"), np.array(generation.logprobs, "<f4")
+    made_of: dict[str, Any] = {
+        "group_id": message.group_id,
+        "index": message.index,
+        "tokens": np.array(generation.tokens, "<i4"),
+        "logprobs": np.array(generation.logprobs, "<f4"),
+        "segments": generation.segments,
+        "finish": generation.finish,
+        "text": made.text,
+        "worker": made.worker,
+        "seconds": made.seconds,
+        "resumed": made.resumed,
+        "stopped": made.cut.reason if made.cut is not None else "",
+        "saved": made.saved,
+    }
     if isinstance(message, Turn):
-        return Answer(
-            group_id=message.group_id,
-            index=message.index,
-            turn=message.id,
-            tokens=tokens,
-            logprobs=logprobs,
-            segments=generation.segments,
-            finish=generation.finish,
-            text=made.text,
-            worker=made.worker,
-            seconds=made.seconds,
-            resumed=made.resumed,
-            stopped=stopped,
-            saved=made.saved,
-        )
+        return Answer(turn=message.id, **made_of)
     return Rollout(
-        group_id=message.group_id,
-        index=message.index,
         group_size=message.group_size,
         prompt=message.prompt,
         task=message.task,
         prompt_tokens=np.array(generation.prompt_tokens, "<i4"),
-        tokens=tokens,
-        logprobs=logprobs,
-        segments=generation.segments,
-        finish=generation.finish,
-        text=made.text,
-        worker=made.worker,
-        seconds=made.seconds,
-        resumed=made.resumed,
-        stopped=stopped,
-        saved=made.saved,
+        **made_of,
     )
 
 

@@ -10,9 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from actors.episode.tool_calls import read_tool_call
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+from actors.episode.tool_calls import CLOSE, OPEN, read_tool_call
 
 
 @dataclass(frozen=True, slots=True)
