@@ -89,7 +89,7 @@ class ControllerCore:
             return
         if group.first_scored_seq is None:
             group.first_scored_seq = seq
-        self._seen.digests.add(scored.reward_digest)
+        self._seen.judge(scored.reward_digest)
         answer = answer_of(scored, seq, stored_s)
         if answer is not None:
             group.answers[scored.index] = answer
@@ -209,7 +209,7 @@ class ControllerCore:
         batch = self._batch(step, selection)
         self.next_step += 1
         self._drops.extend(drops_of(batch))
-        self._seen = _Seen()
+        self._seen = _Seen(self._seen.digest)
         self.pace.batch_formed(formed)
         return batch
 
@@ -306,12 +306,19 @@ GROUP_REASONS: frozenset[DropReason] = frozenset({"zero_variance", "filtered", "
 class _Seen:
     """Statistics of the groups that ended since the last batch: trained, or filtered, which alone would be a bias."""
 
-    def __init__(self) -> None:
+    def __init__(self, digest: str | None = None) -> None:
+        """`digest` is of the reward function that gave the last verdict before: it may change between batches."""
         self.rewards: list[float] = []
         self.lengths: list[int] = []
         self.zero_variance = 0
         self.dropped: dict[str, int] = {}  # samples, by reason
-        self.digests: set[str] = set()  # of reward functions
+        self.digest = digest
+        self.digests = {digest} if digest is not None else set()
+
+    def judge(self, digest: str) -> None:
+        """A verdict came, by the reward function of this digest."""
+        self.digest = digest
+        self.digests.add(digest)
 
     def lose(self, reason: DropReason) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

@@ -141,8 +141,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "with process rewards"),
         Metric("zero_variance_groups", "groups", "groups whose shaped rewards are all equal", "groups of the batch"),
         Metric("seen/", "", "the controller's account: samples, reward, response_length, response_length_max, "
-               "zero_variance_groups, dropped/REASON; reward_digests, if verdicts of several states of the reward "
-               "function came in between", "samples that ended since the last batch, filtered ones too"),
+               "zero_variance_groups, dropped/REASON; reward_digests, how many states of the reward function "
+               "gave them, if it was changed since the batch before",
+               "samples that ended since the last batch, filtered ones too"),
     ),
     "Advantages": (
         Metric("advantage_mean", "", "mean of the means of each sample's tokens", _SAMPLES),

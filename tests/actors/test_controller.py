@@ -369,3 +369,29 @@ def test_what_the_model_was_told_is_carried_along_and_not_counted_as_its_own() -
     (batch,) = world.batches
     assert batch.lengths.tolist() == [13, 13]  # 3 of the prompt
     assert batch.seen["response_length"] == 7
+
+
+@pytest.mark.parametrize(
+    ("digests", "told"),
+    [
+        ("aa aa aa", [None, None, None]),
+        ("ab bb bb", [2, None, None]),  # in the midst of a batch
+        ("aa bb bb", [None, 2, None]),  # exactly between two
+        ("aa ab aa", [None, 2, 2]),
+        ("aa bc cc", [None, 3, None]),
+    ],
+)
+def test_a_change_of_the_reward_function_is_told_once_wherever_it_falls(digests: str, told: list[float | None]) -> None:
+    world = World(config(max_staleness=3, batch_groups=1))
+    world.core.saw_weights(0)
+    world.version = 0
+    world.settle()
+    for group, of_group in enumerate(digests.split()):
+        for index, digest in enumerate(of_group):
+            world.scores.append(scored(group, index, float(index), [(0, 4)], reward_digest=digest))
+            world.core.saw_scored(len(world.scores), world.scores[-1])
+        world.settle()
+        world.version += 1
+        world.core.saw_weights(world.version)
+        world.settle()
+    assert [batch.seen.get("reward_digests") for batch in world.batches] == told

@@ -119,10 +119,18 @@ def solve(x):
 import sys
 def solve(x): return find(repr([vars(m) for m in list(sys.modules.values()) if m is not None])[:1000000])
 """),
-    ("own_memory_by_ctypes", "failed", """
+    ("own_memory_by_ctypes", "wrong", """
 import ctypes
 def solve(x):
-    return find(ctypes.string_at(id(x) - (1 << 20), 2 << 20).decode("latin-1"))
+    return find(ctypes.string_at(id(x) & -4096, 4096).decode("latin-1"))  # this page is there wherever it lies
+"""),
+    ("own_memory_to_its_end", "failed", """
+import ctypes
+def solve(x):
+    at, found = id(x) & -4096, None
+    while not found:
+        found, at = find(ctypes.string_at(at, 4096).decode("latin-1")), at + 4096
+    return found
 """),
     ("proc_self_mem", "failed", """
 def solve(x):
