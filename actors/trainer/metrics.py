@@ -242,7 +242,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "rank 0"),
         Metric("seconds_checkpoint", "s", "the checkpoint written before this step, 0 if none was", "rank 0"),
         Metric("tokens_per_s", "tokens/s", "tokens_trained / seconds", "all ranks"),
-        Metric("cpu_seconds", "CPU s", "of the process and its children, from the batch until the weights are published", "rank 0"),
+        Metric("cpu_seconds", "CPU s", "of the process and its children, from the batch until weights are published",
+               "rank 0"),
         Metric("time", "Unix s", "when the step was done", "rank 0"),
     ),
 }  # fmt: skip
