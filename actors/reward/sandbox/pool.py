@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -153,12 +154,22 @@ class Box:
         self._child: Child | None = None
         self._cancelled = False
 
-    def run(self, program: str, stdin: str = "", *, call: Call | None = None, limits: Limits | None = None) -> Result:
+    def run(
+        self,
+        program: str,
+        stdin: str = "",
+        *,
+        call: Call | None = None,
+        limits: Limits | None = None,
+        total_s: float = math.inf,
+    ) -> Result:
         """Run it; again in a fresh sandbox, at most twice, if a sandbox died or the program was killed.
 
-        Raises `SandboxLost`.
+        The runs that were killed count into the result's seconds, and all runs together end after `total_s`: a program
+        that sleeps and kills itself would get three times its time. Raises `SandboxLost`.
         """
-        attempt = 0
+        attempt, spent_s = 0, 0.0
+        limits = limits or self._pool.limits
         while True:
             attempt += 1
             try:
@@ -166,7 +177,8 @@ class Box:
                     self._child = self._pool._take()
                 if self._cancelled:
                     raise SandboxLost("the run was cancelled")
-                result = self._child.run(program, stdin, call, limits or self._pool.limits)
+                left_s = min(limits.time_s, total_s - spent_s)
+                result = self._child.run(program, stdin, call, replace(limits, time_s=left_s))
             except SandboxLost:
                 if self._child is not None:
                     self._child.kill()
@@ -175,11 +187,12 @@ class Box:
                     raise
                 time.sleep(0.05 * attempt)
             else:
-                killed = result.status == "killed" and attempt < ATTEMPTS
+                spent_s += result.seconds
+                killed = result.status == "killed" and attempt < ATTEMPTS and spent_s < total_s
                 if killed or not self._child.clean:
                     self._drop()
                 if not killed:
-                    return result
+                    return replace(result, seconds=spent_s)
 
     def run_once(self, program: str, stdin: str, call: Call | None, limits: Limits | None) -> Result:
         """Take a place, run, and give it back."""

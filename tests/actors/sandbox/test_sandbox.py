@@ -108,6 +108,32 @@ def test_runs_of_one_program_share_a_sandbox_until_something_is_left_in_it(sandb
         assert box.run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("leave", "look"),
+    [
+        ("os.utime('/tmp', (12345, 54321))", "print(os.stat('/tmp').st_mtime == 54321)"),
+        ("os.chmod('/tmp', 0o711)", "print(os.stat('/tmp').st_mode & 0o7777 == 0o711)"),
+        ("os.setxattr('/tmp', 'user.x', b'1')", "print(bool(os.listxattr('/tmp')))"),
+    ],
+)
+def test_nothing_is_passed_on_by_attributes_of_what_stays(sandbox: Sandbox, leave: str, look: str) -> None:
+    """A folder has a mode, times and attributes, which are a message, too."""
+    with sandbox.borrow() as box:
+        assert box.run(f"import os\ntry: {leave}\nexcept OSError: pass").status == "ok"
+        assert box.run(f"import os\ntry: {look}\nexcept OSError: print(False)").stdout == "False\n"
+
+
+def test_all_runs_of_a_program_that_kills_itself_together_end_in_time(sandbox: Sandbox) -> None:
+    """It is run again, since somebody else may have killed it; three times its time was more than its worker had."""
+    kills_itself = "import os, signal, time\ntime.sleep(0.7)\nos.kill(os.getpid(), signal.SIGKILL)"
+    with sandbox.borrow() as box:
+        began = time.monotonic()
+        result = box.run(kills_itself, limits=Limits(time_s=1.0), total_s=1.2)
+    assert result.status == "timeout"
+    assert result.seconds >= 1.2
+    assert time.monotonic() - began < 15, "a slow machine may take long for two sandboxes, but not for ever"
+
+
 def test_closing_kills_what_runs() -> None:
     sandbox = Sandbox(Limits(time_s=30), children=1)
     sandbox.start()
