@@ -45,6 +45,8 @@ DropReason: TypeAlias = Literal[
     "run_ended",
 ]  # fmt: skip
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+# What somebody could mend; with the other reasons a sample that worked was left out by intent.
+FAILURE_REASONS: frozenset[DropReason] = frozenset({"timeout", "error", "invalid", "bad_prompt", "dead_letter"})
 ChatPrompt: TypeAlias = str | list[dict[str, Any]]
 
 

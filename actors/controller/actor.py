@@ -134,6 +134,7 @@ class Controller:
                 await self._publish_decisions(core)
                 if core.finished:
                     return await self._finish()
+                core.failures.check()
                 if lost.is_set():
                     return False
                 with self.gauges.waiting(self._stages.limit(core)), contextlib.suppress(TimeoutError):
@@ -170,6 +171,7 @@ class Controller:
         async for entry in read_to_end(self.bus, DROPPED, dropped, silence_s=PUBLISH_DEADLINE_S):
             self._take(core, entry)
             dropped = entry.seq + 1
+        core.failures.begin()  # what the log held before was mended, or the run would not be resumed
         weights = await self.bus.last(WEIGHTS)
         if weights is not None:
             self._take(core, weights)

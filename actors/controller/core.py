@@ -12,6 +12,7 @@ import numpy as np
 
 from actors.controller.batcher import Selection, select
 from actors.controller.config import ControllerConfig
+from actors.controller.failures import Failures
 from actors.controller.groups import Group, answer_of
 from actors.controller.pace import Formed, Pace, age_and_discarded
 from schemas import Batch, Dropped, DropReason, Scored, sample_id
@@ -63,6 +64,7 @@ class ControllerCore:
         self._drops: list[Dropped] = drops_of(last_batch) if last_batch else []
         self._read = {name: int(last_batch.marks.get(name, 1)) - 1 if last_batch else 0 for name in MARKS}
         self._seen = _Seen()
+        self.failures = Failures(config.batch_groups * config.group_size)
         self._news = True  # something happened since a batch was last looked for
 
     # --- facts
@@ -93,6 +95,7 @@ class ControllerCore:
         answer = answer_of(scored, seq, stored_s)
         if answer is not None:
             group.answers[scored.index] = answer
+            self.failures.worked()
         elif scored.verdict != "scored":
             self._end_sample(group, scored.index, scored.verdict, scored.made, scored.detail)
         self._settle(group)
@@ -118,6 +121,7 @@ class ControllerCore:
         group.answers.pop(dropped.index, None)
         group.lost.add(dropped.index)
         self._seen.lose(dropped.reason)
+        self.failures.lost(dropped.reason, dropped.detail)
         if dropped.reason == "stale":
             group.aged = self._news = True
             if len(group.lost) == group.size:
@@ -210,6 +214,7 @@ class ControllerCore:
         self.next_step += 1
         self._drops.extend(drops_of(batch))
         self._seen = _Seen(self._seen.digest)
+        self.failures.begin()
         self.pace.batch_formed(formed)
         return batch
 
@@ -283,6 +288,7 @@ class ControllerCore:
     def _end_sample(self, group: Group, index: int, reason: DropReason, tokens: int, detail: str = "") -> None:
         group.lost.add(index)
         self._seen.lose(reason)
+        self.failures.lost(reason, detail)
         self._drops.append(Dropped(group_id=group.group_id, index=index, reason=reason, tokens=tokens, detail=detail))
 
     def _end_group(self, group: Group, reason: DropReason) -> None:

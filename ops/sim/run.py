@@ -23,6 +23,8 @@ import structlog
 
 from actors.controller.actor import Controller
 from actors.controller.config import ControllerConfig
+from actors.episode.actor import EpisodeWorker
+from actors.episode.config import EpisodeConfig
 from actors.reward.actor import RewardWorker
 from actors.reward.config import RewardConfig
 from actors.rollout.actor import RolloutWorker
@@ -34,6 +36,7 @@ from bus.port import BusFull, BusUnavailable, Entry, Fenced
 from bus.table import LEASES
 from ops.host import Actor, Role, as_user_error, run_actors
 from ops.sim.checkers import Checker
+from ops.sim.episodes import FakeEpisode
 from ops.sim.fakes import (
     Disk,
     FakeEngine,
@@ -53,6 +56,7 @@ from schemas import Control, UserError
 
 CALM_S: Final = 600.0  # virtual time after the last fault in which a new version must come, and after that the end
 LOOK_S: Final = 30.0
+EPISODE_S: Final = 86_400.0  # none is late: what an answer takes, the checkers look at
 DRAIN_S: Final = 30.0
 LEFT_S: Final = 60.0  # for what a killed process leaves to end
 CHILDREN: Final = 2
@@ -136,6 +140,7 @@ class _Launcher:
         self.checker = Checker(world, self.disk)
         world.on_stored = self._stored
         world.on_given = self.checker.given
+        world.on_acknowledged = self.checker.acknowledged
         world.on_killed = self._killed
         world.on_stopped = self.succeed
         self.specs = [Spec(name, actors) for name, actors in _layout(world.scenario)]
@@ -280,7 +285,18 @@ class _Launcher:
             )
             weights = MemoryWeights(process, disk, bus)
             engine = FakeEngine(process, disk, weights.made)
-            return RolloutWorker(bus, rollout, engine, FakeTokenizer(), (), weights, name)
+            turns = scenario.episodes > 0
+            return RolloutWorker(bus, rollout, engine, FakeTokenizer(), (), weights, name, turns=turns)
+        if role == "episode":
+            episode = EpisodeConfig(
+                at_once=scenario.at_once,
+                timeout_s=EPISODE_S,
+                max_turns=scenario.max_turns,
+                max_tokens=scenario.max_tokens,
+                samples="turn" if scenario.per_turn else "trajectory",
+            )
+            function = FakeEpisode(process, self.checker.episodes, scenario.replayable)
+            return EpisodeWorker(bus, episode, function, FakeTokenizer(), scenario.max_new_tokens, name)
         trainer = TrainerConfig(
             checkpoint_every=scenario.checkpoint_every,
             keep_checkpoints=scenario.keep_checkpoints,
@@ -340,7 +356,8 @@ class _Launcher:
         due = (
             (isinstance(error, BusFull) and "full" in struck)
             or (isinstance(error, OSError) and "disk_full" in struck)
-            or (isinstance(error, UserError) and "reward_fails" in struck and "reward function" in error.message)
+            or (isinstance(error, UserError) and "reward_fails" in struck and _tells_of_failures(error.message))
+            or (isinstance(error, UserError) and "episode_fails" in struck and "The episode" in error.message)
             or (isinstance(error, BusUnavailable) and bool(struck & CUTS))
         )
         if isinstance(error, Fenced):
@@ -374,6 +391,10 @@ class _Launcher:
         await self._start()
 
 
+def _tells_of_failures(message: str) -> bool:
+    return "reward function" in message or "ended since the last batch failed" in message
+
+
 def _layout(scenario: Scenario) -> list[tuple[str, tuple[tuple[Role, str], ...]]]:
     """Process names and their actors, as `ops.launch.specs` and `rollstream up` lay them out."""
     light: list[tuple[Role, str]] = [("controller", "controller")]
@@ -382,4 +403,5 @@ def _layout(scenario: Scenario) -> list[tuple[str, tuple[tuple[Role, str], ...]]
     alone: list[tuple[Role, str]] = [("controller", f"controller-{i}") for i in range(1, scenario.controllers)]
     alone.extend(("trainer", f"trainer-{i}") for i in range(scenario.trainers))
     alone.extend(("rollout", f"rollout-{i}") for i in range(scenario.workers))
+    alone.extend(("episode", f"episode-{i}") for i in range(scenario.episodes))
     return [("+".join(name for _, name in actors), actors) for actors in (*together, *((actor,) for actor in alone))]
