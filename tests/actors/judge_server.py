@@ -20,7 +20,8 @@ def says(text: Any, usage: bool = True, after_s: float = 0.0) -> Answer:
         body["usage"] = {"prompt_tokens": 20, "completion_tokens": 3}
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(after_s)
+        with handler.server.at_work():  # type: ignore[attr-defined]
+            time.sleep(after_s)
         _send(handler, 200, json.dumps(body).encode())
 
     return answer
@@ -92,6 +93,18 @@ class JudgeServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Count a call as running. It ends before its answer is sent: the next may come at once after that."""
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.running -= 1
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that gave up are expected."""
 
@@ -107,15 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
             server.bodies.append(body)
             server.keys.append(self.headers["Authorization"])
             server.times.append(time.monotonic())
-            server.running += 1
-            server.most_running = max(server.most_running, server.running)
             answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
-        try:
-            assert self.path == "/v1/chat/completions"
-            answer(self)
-        finally:
-            with server.lock:
-                server.running -= 1
+        assert self.path == "/v1/chat/completions"
+        answer(self)
 
     def log_message(self, *args: Any) -> None: ...
 

@@ -73,7 +73,7 @@ def test_each_way_to_fail_is_a_part_of_the_verdict(rewards: dict[str, Score], re
 
 
 def test_time_for_all_tests_is_bounded_and_what_was_not_run_is_a_timeout() -> None:
-    with contextlib.closing(load(Options(score="fraction", test_time_s=0.5, total_time_s=1.2), Setting())) as reward:
+    with contextlib.closing(load(Options(score="fraction", test_time_s=1.0, total_time_s=2.4), Setting())) as reward:
         found = reward(fenced("import time\nif int(input()): time.sleep(9)\nprint(0)"), {"tests": TESTS})
     assert (found["passed"], found["timeout"]) == (1, 8)
 

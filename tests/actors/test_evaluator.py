@@ -280,7 +280,7 @@ async def test_a_verdict_that_is_no_reward_is_counted_and_is_no_zero(run: Run) -
 
 async def test_one_that_takes_too_long_is_given_up_and_named(run: Run) -> None:
     """It must hold up neither the next version nor the end of the run."""
-    evaluator = run.evaluator(timeout_s=0.2)
+    evaluator = run.evaluator(timeout_s=1.0)
     engine_of(evaluator).may_answer.clear()
     async with working(evaluator) as task:
         for version in range(3):

@@ -72,9 +72,10 @@ FAULTS = """
         return FAULTS[task["fault"]]() if "fault" in task else 1.0
 """
 
+TIMEOUT_S = 2.0  # what ends by itself takes at most 0.1 s of it
 FOUND = {
-    "hangs": ("timeout", "gave no answer within 1 s"),
-    "spins": ("timeout", "gave no answer within 1 s"),
+    "hangs": ("timeout", "gave no answer within 2 s"),
+    "spins": ("timeout", "gave no answer within 2 s"),
     "raises": ("error", "ValueError: no such unit (rewards.py, line "),
     "raises 10 MB": ("error", "ValueError: xxx"),
     "recurses": ("error", "RecursionError: "),
@@ -120,7 +121,7 @@ def faulty(group: int, fault: str | None) -> Rollout:
 
 
 async def test_each_fault_has_its_verdict_and_a_sound_process_comes_after_it(tmp_path: Path) -> None:
-    async with running(tmp_path, FAULTS, timeout_s=1.0, retries=0, children=1) as pool:
+    async with running(tmp_path, FAULTS, timeout_s=TIMEOUT_S, retries=0, children=1) as pool:
         for fault, (status, detail) in FOUND.items():
             verdict = await pool.score(request(fault=fault))
             assert (verdict.status, verdict.reward is None) == (status, status != "scored"), (fault, verdict)
@@ -131,7 +132,7 @@ async def test_each_fault_has_its_verdict_and_a_sound_process_comes_after_it(tmp
 
 
 async def scored_by_a_worker(
-    url: str, base: Path, rollouts: Sequence[Rollout], wait_s: float = 25.0, **config: Any
+    url: str, base: Path, rollouts: Sequence[Rollout], wait_s: float = 60.0, **config: Any
 ) -> tuple[dict[str, Scored], list[Any]]:
     """The verdicts by sample, and the log, of one real worker on a real server. Raises what it dies of."""
     (base / "rewards.py").write_text(textwrap.dedent(FAULTS))
@@ -148,7 +149,7 @@ async def scored_by_a_worker(
                 while (await bus.info(SCORED)).messages < len(rollouts) and not working.done():
                     await asyncio.sleep(0.05)
             stop.set()
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30):
                 await working
         count = (await bus.info(SCORED)).messages
         verdicts = [entry.message() for entry in await bus.get(SCORED, range(1, count + 1))]
@@ -163,7 +164,9 @@ async def test_a_worker_names_each_fault_retries_it_and_goes_on(server_url: str,
     for fault in FOUND:
         faults.extend([None, fault, None])
     rollouts = [faulty(group, fault) for group, fault in enumerate(faults)]
-    verdicts, logged = await scored_by_a_worker(server_url, tmp_path, rollouts, timeout_s=1.0, retries=1, children=4)
+    verdicts, logged = await scored_by_a_worker(
+        server_url, tmp_path, rollouts, timeout_s=TIMEOUT_S, retries=1, children=4
+    )
     told = {line["sample"]: line for line in logged if line["event"] == "sample_not_scored"}
     for group, fault in enumerate(faults):
         verdict = verdicts[f"{group}-0"]
@@ -206,17 +209,21 @@ async def test_one_hung_call_of_four_takes_a_quarter_of_the_throughput_and_no_mo
     """
     async with running(tmp_path, source, children=4, timeout_s=20, retries=0) as pool:
 
-        async def seconds(count: int) -> float:
-            begin = time.monotonic()
-            verdicts = await asyncio.gather(*(pool.score(request()) for _ in range(count)))
-            assert all(verdict.status == "scored" for verdict in verdicts)
-            return time.monotonic() - begin
+        async def seconds(count: int = 40) -> float:
+            """The least of three times: what else the machine does may double one of them."""
+            times = []
+            for _ in range(3):
+                begin = time.monotonic()
+                verdicts = await asyncio.gather(*(pool.score(request()) for _ in range(count)))
+                assert all(verdict.status == "scored" for verdict in verdicts)
+                times.append(time.monotonic() - begin)
+            return min(times)
 
         await seconds(8)  # all four have started
-        alone = await seconds(120)
+        alone = await seconds()
         hung = asyncio.create_task(pool.score(request(hang=True)))
         await asyncio.sleep(0)
-        beside = await seconds(120)
+        beside = await seconds()
         assert not hung.done()
         hung.cancel()
     assert beside / alone < 2.0, f"{beside / alone:.2f}"

@@ -29,6 +29,7 @@ from tests.actors.judge_server import (
 
 pytest.importorskip("httpx")
 KEY = "sk-very-secret"
+TIMEOUT_S = 4.0  # of the process; the judge gives up before
 
 
 def judge(server: JudgeServer, timeout_s: float = 5.0, **options: Any) -> RewardFunction:
@@ -83,7 +84,7 @@ def test_the_score_is_read_as_the_options_say(options: dict[str, Any], text: str
 )
 def test_what_may_pass_is_tried_again(answers: list[Answer], calls: int) -> None:
     with serving(*answers) as server:
-        given = asked(judge(server, request_timeout_s=0.3))
+        given = asked(judge(server, request_timeout_s=1.0))
     assert (given["reward"], given["calls"]) == (0.5, calls)
 
 
@@ -108,11 +109,14 @@ def test_retry_after_is_kept_to() -> None:
 def test_without_a_score_there_is_no_verdict_and_it_is_known_in_time(
     answer: Answer, says_why: str, requests: int | None
 ) -> None:
-    begin = time.monotonic()
-    with serving(answer) as server, pytest.raises(JudgeFailed) as caught:
-        asked(judge(server, timeout_s=2.0, retries=2))
+    with serving(answer) as server:
+        function = judge(server, timeout_s=TIMEOUT_S, retries=2)
+        begin = time.monotonic()
+        with pytest.raises(JudgeFailed) as caught:
+            asked(function)
+        took_s = time.monotonic() - begin
     assert says_why in str(caught.value)
-    assert time.monotonic() - begin < 2.5
+    assert took_s < TIMEOUT_S
     assert requests is None or len(server.bodies) == requests
 
 
@@ -158,8 +162,9 @@ async def test_processes_of_a_worker_share_the_limits(tmp_path: Path) -> None:
         options = {"concurrency": 2, "per_minute": 1200}
         verdicts = await scored(server, tmp_path, 16, children=4, options=options)
     assert [verdict.reward for verdict in verdicts] == [0.5] * 16
-    assert server.most_running <= 2
-    assert max(server.times) - min(server.times) >= 15 * 0.05 - 0.02
+    assert 1 <= server.most_running <= 2
+    # four times the rate would take a quarter of the time; the first call also connects
+    assert max(server.times) - min(server.times) >= 15 * 0.05 / 2
 
 
 async def test_replies_are_kept_in_a_file_for_other_processes_and_runs(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ async def test_replies_are_kept_in_a_file_for_other_processes_and_runs(tmp_path:
 
 async def test_a_judge_that_hangs_is_an_error_before_the_process_is_killed(tmp_path: Path) -> None:
     with serving(hangs()) as server:
-        (verdict,) = await scored(server, tmp_path, 1, children=1, timeout_s=1.0, retries=0)
+        (verdict,) = await scored(server, tmp_path, 1, children=1, timeout_s=TIMEOUT_S, retries=0)
     assert (verdict.status, verdict.reward) == ("error", None)
     assert "JudgeFailed: no score after 1 requests, the last: it took too long" in verdict.detail
 

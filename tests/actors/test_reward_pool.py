@@ -43,11 +43,11 @@ async def verdict_of(base: Path, source: str, **config: Any) -> Verdict:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second, if it ends between opening and reading
         return False
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -273,9 +273,11 @@ async def test_no_more_calls_run_than_there_are_children_and_they_start_in_order
         await asyncio.gather(*(pool.score(request(str(i))) for i in range(12)))
     events = (tmp_path / "log").read_text().split()
     running_calls = [sum(1 if e[0] == "+" else -1 for e in events[: i + 1]) for i in range(len(events))]
-    starts = [int(e[1:]) for e in events if e[0] == "+"]
     assert max(running_calls) <= 2
-    assert all(abs(order - i) <= 1 for order, i in enumerate(starts)), "two at a time may swap, no more"
+    for number in range(12):
+        before = events[: events.index(f"+{number}")]
+        ended = sum(event[0] == "-" and int(event[1:]) < number for event in before)
+        assert ended >= number - 1, "when one starts, all before it have ended but for the other that runs"
 
 
 async def test_one_child_serves_strictly_in_order(tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ async def test_a_cancelled_request_kills_its_call_and_frees_its_place(tmp_path: 
         slow.cancel()
         with pytest.raises(asyncio.CancelledError):
             await slow
-        assert (await asyncio.wait_for(pool.score(request()), 10)).status == "scored"
+        assert (await asyncio.wait_for(pool.score(request()), 30)).status == "scored"
 
 
 async def test_closing_leaves_no_verdict_for_what_was_not_answered(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ async def test_closing_leaves_no_verdict_for_what_was_not_answered(tmp_path: Pat
         calls = [asyncio.create_task(pool.score(request())) for _ in range(3)]
         await asyncio.sleep(0.2)
         pids = [child._process.pid for child in pool._alive]
-        await asyncio.wait_for(pool.close(), 10)
+        await asyncio.wait_for(pool.close(), 30)
         for call in calls:
             with pytest.raises(PoolClosed):
                 await call

@@ -163,15 +163,15 @@ class Box:
         limits: Limits | None = None,
         total_s: float = math.inf,
     ) -> Result:
-        """Run it; again in a fresh sandbox, at most twice, if a sandbox died or the program was killed.
+        """Run it; again in a fresh sandbox, at most twice if a sandbox died, at most twice if the program was killed.
 
-        The runs that were killed count into the result's seconds, and all runs together end after `total_s`: a program
-        that sleeps and kills itself would get three times its time. Raises `SandboxLost`.
+        They are counted apart: who was killed once is not blamed for the deaths of its sandboxes. The runs that were
+        killed count into the result's seconds, and all runs together end after `total_s`: a program that sleeps and
+        kills itself would get three times its time. Raises `SandboxLost`.
         """
-        attempt, spent_s = 0, 0.0
+        lost, kills, spent_s = 0, 0, 0.0
         limits = limits or self._pool.limits
         while True:
-            attempt += 1
             try:
                 if self._child is None:
                     self._child = self._pool._take()
@@ -183,15 +183,17 @@ class Box:
                 if self._child is not None:
                     self._child.kill()
                 self._drop()
-                if attempt == ATTEMPTS or self._cancelled:
+                lost += 1
+                if lost == ATTEMPTS or self._cancelled:
                     raise
-                time.sleep(0.05 * attempt)
+                time.sleep(0.05 * lost)
             else:
                 spent_s += result.seconds
-                killed = result.status == "killed" and attempt < ATTEMPTS and spent_s < total_s
-                if killed or not self._child.clean:
+                kills += result.status == "killed"
+                again = result.status == "killed" and kills < ATTEMPTS and spent_s < total_s
+                if again or not self._child.clean:
                     self._drop()
-                if not killed:
+                if not again:
                     return replace(result, seconds=spent_s)
 
     def run_once(self, program: str, stdin: str, call: Call | None, limits: Limits | None) -> Result:

@@ -13,6 +13,7 @@ from actors.episode.endpoint.agents import AgentFailed, Agents
 from actors.episode.endpoint.episode import check_agent
 from actors.episode.endpoint.place import Place
 from schemas import UserError
+from tests.actors.test_reward_pool import alive, eventually
 
 AGENT = """
 import json, os, subprocess, sys, time
@@ -69,13 +70,17 @@ async def test_an_agent_that_is_cancelled_is_killed_with_all_that_it_started(tmp
         await asyncio.sleep(0.02)
         assert not running.done()
     running.cancel()
-    for pid in pids.read_text().split():
-        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-            await asyncio.sleep(0.02)
+    started = [int(pid) for pid in pids.read_text().split()]
+    await eventually(lambda: not any(map(alive, started)))
+    pids.unlink()
+    running = asyncio.create_task(agents.run({"prompt": "hang", "pids": str(pids)}, "http://x", "key"))
+    while not pids.exists():
+        await asyncio.sleep(0.02)
+        assert not running.done()
     assert agents._process is not None
     os.kill(agents._process.pid, 9)
     with pytest.raises(AgentFailed):
-        await asyncio.wait_for(agents.run({"prompt": "fine"}, "http://x", "key"), 30)
+        await asyncio.wait_for(running, 30)
     assert await asyncio.wait_for(agents.run({"prompt": "fine"}, "http://x", "key"), 30) == 4.0
     await agents.close()
 

@@ -107,6 +107,7 @@ async def test_a_client_waits_for_room_as_long_as_it_is_told(endpoint: Endpoint)
     policy.hold = asyncio.Event()
     first = asyncio.create_task(endpoint.client(session).chat.completions.create(model="m", messages=USER))
     while not policy.asked:
+        assert not first.done(), first
         await asyncio.sleep(0.01)
     body = json.dumps({"messages": USER}).encode()
     status, told, headers = await post(endpoint, "chat/completions", body, session.key)
@@ -148,7 +149,9 @@ BODIES = st.fixed_dictionaries({}, optional=dict.fromkeys(TOP, VALUES))
 
 
 @given(st.sampled_from(PATHS), BODIES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_no_body_is_answered_by_a_fault_of_ours(tokenizer: HfTokenizer, path: str, fields: dict[str, Any]) -> None:
     async def try_it() -> None:
         endpoint = Endpoint(tokenizer, wait_s=0.05)

@@ -81,7 +81,7 @@ def worker(bus: Bus, function: Any, name: str = "episode-0", **config: Any) -> A
 
 
 async def first(bus: Bus, stream: Stream) -> Any:
-    async with asyncio.timeout(10.0), contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
+    async with asyncio.timeout(30.0), contextlib.aclosing(bus.read(stream)) as entries:  # type: ignore[type-var]
         return (await anext(entries)).message()
 
 
@@ -171,13 +171,13 @@ async def test_a_function_of_which_nothing_ever_comes_stops_the_run_but_one_bad_
     def groups(start: int, end: int) -> list[Prompt]:
         return [dataclasses.replace(PROMPT, group_id=group) for group in range(start, end)]
 
-    async def fate(function: Any, prompts: list[Prompt]) -> str:
+    async def fate(function: Any, prompts: list[Prompt], timeout_s: float = 20.0) -> str:
         bus = MemoryBus("run", MemoryHub())
         await bus.setup(ack_wait_s=5.0)
         for prompt in prompts:
             await bus.publish(prompt)
-        work = asyncio.ensure_future(worker(bus, function, timeout_s=0.1))
-        async with asyncio.timeout(10.0):
+        work = asyncio.ensure_future(worker(bus, function, timeout_s=timeout_s))
+        async with asyncio.timeout(30.0):
             while not work.done() and (await bus.info(DROPPED)).messages < len(prompts):
                 await asyncio.sleep(0.01)
             if work.done():
@@ -188,9 +188,9 @@ async def test_a_function_of_which_nothing_ever_comes_stops_the_run_but_one_bad_
 
     one_row = [dataclasses.replace(PROMPT, index=index, group_size=9) for index in range(9)]
     assert "made nothing to train of 8 groups: the model said nothing" in await fate(asks_nothing, groups(1, 9))
-    assert "made nothing to train of 8 groups: longer than episode.timeout_s 0.1" in await fate(hangs, groups(1, 9))
+    assert "made nothing to train of 8 groups: longer than episode.timeout_s" in await fate(hangs, groups(1, 9), 0.1)
     assert await fate(asks_nothing, one_row) == "goes on"
-    assert await fate(waits, groups(1, 9)) == "goes on"
+    assert await fate(waits, groups(1, 9), 0.5) == "goes on"  # which is time to ask
 
 
 async def test_a_failure_within_ours_is_named_by_the_line_of_the_function_that_led_there(bus: Bus) -> None:
@@ -246,7 +246,7 @@ async def test_a_killed_episode_is_run_again_on_the_answers_that_it_had(
     async with at_work(model(bus)):
         await bus.publish(PROMPT)
         async with at_work(worker(bus, episode)):
-            await asyncio.wait_for(stuck.wait(), 10.0)
+            await asyncio.wait_for(stuck.wait(), 30.0)
         with capture_logs() as logs:
             async with at_work(worker(bus, episode, "episode-1")):
                 rollout = await first(bus, ROLLOUTS)
@@ -273,7 +273,7 @@ async def test_an_episode_that_asks_otherwise_goes_on_freshly_and_says_so(bus: B
     async with at_work(model(bus)):
         await bus.publish(PROMPT)
         async with at_work(worker(bus, episode)):
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(30.0):
                 while (await bus.info(ANSWERS)).messages < 2:
                     await asyncio.sleep(0.01)
         with capture_logs() as logs:

@@ -64,7 +64,7 @@ async def test_errors_slow_tools_and_long_answers_go_to_the_model(tmp_path: Path
         "def bad(x: int):\n    raise KeyError(x)\n"
         "def long():\n    return 'x' * 999\n"
     )
-    use = ToolUse(Options(tools=("t.py:slow", "t.py:bad", "t.py:long"), timeout_s=0.05, output_chars=10), tmp_path)
+    use = ToolUse(Options(tools=("t.py:slow", "t.py:bad", "t.py:long"), timeout_s=0.5, output_chars=10), tmp_path)
     told = [
         await use._called(call)
         for call in parse_tool_calls(

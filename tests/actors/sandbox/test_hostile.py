@@ -5,11 +5,13 @@ A grader that can be fooled is found by the model within hours: then the reward 
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import socket
 import subprocess
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +28,14 @@ from tests.actors.sandbox.hostile_programs import HOSTILE
 PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES)}
 TEST_TIME_S = 0.7
 CHILDREN = 2
+LOOKS = 5
 FIND = """import re as _re
 def find(text):
     match = _re.search('secret-[0-9a-f]{32}', str(text))
     return match and match[0]
 """
 GROWTH_BYTES_MAX = 12 << 20  # of the reward processes, which have nothing else to do
-OWN_GROWTH_BYTES_MAX = 48 << 20  # of this process: what other tests have loaded into it wavers by more than 12 MiB
+OWN_GROWTH_BYTES_MAX = 4 << 20  # of what Python holds in this process: its resident memory is other tests' affair
 
 
 @dataclass(frozen=True)
@@ -112,39 +115,56 @@ def asked(host: Host, name: str) -> RewardRequest:
     return RewardRequest(name, "solve it", f"```python\n{FIND}{source}\n```", "stop", {"tests": [test]})
 
 
-def reward_processes() -> Iterator[psutil.Process]:
+async def resident_bytes() -> int:
+    """Of the reward processes. The least of some looks: each fork of one looks like another until it is a sandbox."""
+    return min([await asyncio.to_thread(_resident_bytes) for _ in range(LOOKS)])
+
+
+def _resident_bytes() -> int:
+    total = 0
+    time.sleep(0.1)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "actors.reward.child" in process.cmdline():
-                yield process
+                total += process.memory_info().rss
+    return total
 
 
-def resident_bytes() -> tuple[int, int]:
-    """Of the reward processes, and of this one, which holds the pool."""
-    return sum(process.memory_info().rss for process in reward_processes()), psutil.Process().memory_info().rss
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
 
 
+def held_bytes() -> int:
+    """By objects of this process, which holds the pool."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.usefixtures("traced")
 async def test_no_hostile_program_passes_gets_out_or_hangs_and_memory_stays_flat(host: Host) -> None:
     """Through the real reward function, on two processes at once. Each verdict is a 0 that was earned."""
     verdicts: dict[str, Verdict] = {}
     waiting = list(PROGRAMS)
-    before = 0
+    others = set(psutil.Process().children(recursive=True))  # the victim, and what other tests have left running
 
     async def work(pool: RewardPool) -> None:
         while waiting:
             name = waiting.pop()
             began = time.monotonic()
             verdicts[name] = await asyncio.wait_for(pool.score(asked(host, name)), 30)
-            assert time.monotonic() - began < TEST_TIME_S + 15, f"{name} held its process up"
+            assert time.monotonic() - began < TEST_TIME_S + 20, f"{name} held its process up"
 
     async with pool_of() as pool:
         await asyncio.gather(*(pool.score(asked(host, "stdout_flood")) for _ in range(CHILDREN)))
-        before = resident_bytes()
+        before, held_before = await resident_bytes(), held_bytes()
         async with asyncio.TaskGroup() as group:
             for _ in range(CHILDREN):
                 group.create_task(work(pool))
-        after = resident_bytes()
-        family = psutil.Process().children(recursive=True)
+        after, held_after = await resident_bytes(), held_bytes()
+        family = set(psutil.Process().children(recursive=True)) - others
     assert len(PROGRAMS) >= 60
     unscored = {name: verdict.detail for name, verdict in verdicts.items() if verdict.status != "scored"}
     assert unscored == {}, "a program must not get out of its 0 either"
@@ -159,9 +179,9 @@ async def test_no_hostile_program_passes_gets_out_or_hangs_and_memory_stays_flat
     assert not host.mark.exists()
     assert host.path.read_text() == host.secret
     assert host.victim.poll() is None
-    assert after[0] - before[0] < GROWTH_BYTES_MAX
-    assert after[1] - before[1] < OWN_GROWTH_BYTES_MAX
-    _, left = await asyncio.to_thread(psutil.wait_procs, [p for p in family if p.pid != host.victim.pid], 10)
+    assert after - before < GROWTH_BYTES_MAX
+    assert held_after - held_before < OWN_GROWTH_BYTES_MAX
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, 30)
     assert left == []
 
 
@@ -169,7 +189,7 @@ async def test_the_canaries_can_be_reached_from_outside(host: Host) -> None:
     """Or their silence would prove nothing."""
     assert host.path.read_text() == os.environ["ROLLSTREAM_SECRET"] == host.secret
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    assert (await asyncio.wait_for(reader.read(100), 5)).decode() == host.secret
+    assert (await asyncio.wait_for(reader.read(100), 30)).decode() == host.secret
     writer.close()
     assert len(host.knocks) == 1
     with contextlib.closing(socket.socket()) as free:

@@ -99,7 +99,6 @@ async def verdicts(bus: JetStreamBus) -> dict[int, Scored]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(90)
 async def test_verdicts_are_complete_and_none_is_a_silent_0(bus: JetStreamBus) -> None:
     """kill -9 of sandboxes, of reward processes and of the worker, again and again, on a real server."""
     for number in range(AHEAD):
@@ -109,7 +108,7 @@ async def test_verdicts_are_complete_and_none_is_a_silent_0(bus: JetStreamBus) -
     waiting, seen = list(KILLS), set[psutil.Process]()
     running = asyncio.create_task(workers.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             while (scored := (await bus.info(SCORED)).messages) < samples or waiting:
                 if running.done():
                     running.result()
@@ -128,8 +127,9 @@ async def test_verdicts_are_complete_and_none_is_a_silent_0(bus: JetStreamBus) -
             await running
         seen |= set(workers.family())
         for process in workers.of("worker"):
-            process.kill()
-        _, left = await asyncio.to_thread(psutil.wait_procs, seen, 10)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, left = await asyncio.to_thread(psutil.wait_procs, seen, 30)
         assert left == [], "the worker's end, however it ended, leaves nothing behind"
     told = {number: (scored.verdict, scored.reward) for number, scored in (await verdicts(bus)).items()}
     assert told == {number: ("scored", float(number % 2)) for number in range(samples)}

@@ -5,12 +5,14 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.reward.code import Options, load
-from actors.reward.sandbox import Call, Limits, Sandbox, SandboxLost
+from actors.reward.sandbox import Call, Limits, Result, Sandbox, SandboxLost
 from actors.reward.sandbox import launch as launching
+from actors.reward.sandbox.child import Child
 from actors.reward.sandbox.seccomp import FORBIDDEN, bpf
 from actors.reward.verifiers import Setting
 from schemas import UserError
@@ -42,7 +44,7 @@ async def test_the_loop_turns_while_programs_run_and_more_wait(sandbox: Sandbox)
         await asyncio.sleep(0.01)
         turns += 1
     assert time.monotonic() - began >= 0.8
-    assert turns > 20
+    assert turns > 8  # a loop that is held up turns three times
     assert [run.result().status for run in runs] == ["ok"] * 3
 
 
@@ -53,7 +55,7 @@ async def test_a_run_that_is_cancelled_is_killed(sandbox: Sandbox) -> None:
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # of 20
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
@@ -63,7 +65,7 @@ async def test_a_run_that_waits_for_a_place_can_be_cancelled() -> None:
         await asyncio.sleep(0.1)
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(run, 5)
+            await asyncio.wait_for(run, 30)
 
 
 async def test_time_counts_from_the_programs_own_start(sandbox: Sandbox) -> None:
@@ -88,7 +90,7 @@ def test_floods_end_for_what_they_are_and_long_before_their_time(sandbox: Sandbo
 
 async def test_what_was_printed_before_the_end_is_kept(sandbox: Sandbox) -> None:
     """A tool shows it to the model."""
-    late = await sandbox.run("print('begun', flush=True)\nwhile True: pass", limits=Limits(time_s=0.5))
+    late = await sandbox.run("print('begun', flush=True)\nwhile True: pass", limits=Limits(time_s=2.0))
     raised = await sandbox.run("print('begun')\n1 / 0")
     assert (late.status, late.stdout, raised.status, raised.stdout) == ("timeout", "begun\n", "failed", "begun\n")
     assert raised.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
@@ -134,6 +136,27 @@ def test_all_runs_of_a_program_that_kills_itself_together_end_in_time(sandbox: S
     assert time.monotonic() - began < 15, "a slow machine may take long for two sandboxes, but not for ever"
 
 
+def test_what_was_killed_once_is_not_blamed_for_the_deaths_of_its_sandboxes(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three deaths of either kind are the limit; two of one and one of the other made a 0 that nobody had earned."""
+    fates, run = ["lost", "lost", "killed", "killed", "runs"], Child.run
+
+    def fated(child: Child, *what: Any) -> Result:
+        fate = fates.pop(0)
+        if fate == "lost":
+            raise SandboxLost("killed from outside")
+        return Result("killed", "", "", 0.1) if fate == "killed" else run(child, *what)
+
+    monkeypatch.setattr(Child, "run", fated)
+    assert sandbox.run_blocking("print(1)").stdout == "1\n"
+    fates += ["killed"] * 3
+    assert sandbox.run_blocking("print(1)").status == "killed"
+    fates += ["lost"] * 3
+    with pytest.raises(SandboxLost):
+        sandbox.run_blocking("print(1)")
+
+
 def test_closing_kills_what_runs() -> None:
     sandbox = Sandbox(Limits(time_s=30), children=1)
     sandbox.start()
@@ -147,7 +170,7 @@ def test_closing_kills_what_runs() -> None:
 
     began = time.monotonic()
     asyncio.run(closed())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25  # of 30
     with pytest.raises(SandboxLost):
         sandbox.run_blocking("print(1)")
 
