@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.reward import TESTS_MAX
@@ -128,7 +128,7 @@ def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total
         if left <= 0:
             failures["timeout"] += len(tests) - number
             break
-        result = box.run(program, test.stdin, call=test.call, limits=replace(limits, time_s=min(limits.time_s, left)))
+        result = box.run(program, test.stdin, call=test.call, limits=limits, total_s=left)
         left -= result.seconds
         if result.status == "compile_error":  # of all tests alike
             failures["compile_error"] = len(tests) - number

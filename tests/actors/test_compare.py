@@ -1,6 +1,7 @@
 """What counts as the expected output: a comparison that is too kind is found by the model, one too strict by nobody."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ VALUES = st.recursive(
         ("5", 5), ("-5", -5), ("5.0", 5.0), ("5", 5.0), ("0.30000000000000004", 0.3), ("1e3", 1000.0), ('"a"', "a"),
         ("null", None), ("true", True), ("[1, [2]]", [1, [2]]), ("[1, 2]", (1, 2)), ('{"b": 1, "a": 2}', {"a": 2, "b": 1}),
         ('{"1": 2}', {1: 2}), (' [ ] ', []), ("-0.0", 0.0), (str(10**300), 10**300),
+        (str(2**9000), 2**9000),
     ],
 )  # fmt: skip
 def test_equal_values_are_equal(text: str, expected: Any) -> None:
@@ -49,6 +51,17 @@ def test_equal_values_are_equal(text: str, expected: Any) -> None:
 def test_whatever_is_not_plainly_equal_is_not(text: str | None, expected: Any) -> None:
     """Types count, and nothing but one JSON value is read."""
     assert not same_value(text, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "word", ["1" * 1_000_000 + "x", "." * 1_000_000, "1." * 500_000, "1e" * 500_000, " " * 1_000_000 + "x"]
+)
+@pytest.mark.parametrize("expected", ["5", "5.5", "5.5 x"])
+def test_no_word_takes_long_to_read(word: str, expected: str) -> None:
+    """A pattern that tried all its ways through a million digits held the reward process until it was killed."""
+    began = time.process_time()
+    assert not same_output(word, expected, TOLERANCE)
+    assert time.process_time() - began < 2
 
 
 def test_what_is_too_deep_is_not_equal_to_itself() -> None:

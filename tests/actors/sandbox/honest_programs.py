@@ -80,11 +80,24 @@ HONEST: list[tuple[str, str, list[tuple[Any, Any]]]] = [
     ("output_replaced", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(1)", [("", "1")]),
     ("deleted_at_the_end", "class A:\n    def __del__(self): print('gone')\na = A()\nprint('end')", [("", "end\ngone")]),
     ("exit_by_exit", "print(1)\nimport sys\nsys.exit(None)", [("", "1")]),
+    ("exit_without_sys", "print(1)\nif input() == 'x': exit()\nprint(2)\nquit(0)", [("x", "1"), ("y", "1\n2")]),
+    ("output_of_its_own", "import io, os, sys\nclass Fast(io.IOBase):\n    def __init__(self): self.held = []\n"
+     "    def write(self, text): self.held.append(text)\n    def flush(self): os.write(1, ''.join(self.held).encode()); self.held.clear()\n"
+     "sys.stdout = Fast()\nprint(1)", [("", "1")]),
+    ("byte_order_mark", "\ufeffprint(1)", [("", "1")]),
+    ("recursion_of_a_large_grid", "def f(n): return n and f(n - 1) + 1\nprint(f(20000))", [("", "20000")]),
+    ("recursion_through_a_cache", "from functools import lru_cache\n@lru_cache(None)\ndef f(n): return n and f(n - 1) + 1\nprint(f(20000))",
+     [("", "20000")]),
     # ---- functions
     ("function", "def solve(a, b): return a + b", [([2, 3], 5), ([-1, 1], 0)]),
     ("method_of_solution", "class Solution:\n    def solve(self, nums): return sorted(nums)", [([[3, 1, 2]], [1, 2, 3])]),
     ("typed_method", "from typing import List, Optional\nclass Solution:\n    def solve(self, x: List[int]) -> Optional[int]:\n"
      "        return max(x) if x else None", [([[1, 5]], 5), ([[]], None)]),
+    ("method_as_at_leetcode", "class Solution:\n    def solve(self, x: List[int]) -> Optional[Dict[str, int]]:\n"
+     "        h = list(x); heapify(h); c = defaultdict(int); c['n'] = len(x); c['g'] = math.gcd(*x)\n"
+     "        return c if heappop(h) == min(x) else None", [([[4, 6]], {"n": 2, "g": 2})]),
+    ("own_names_like_offered_ones", "def count(x): return x + 1\nclass List: pass\ndef solve(x):\n    List.add = 1\n    return count(x) + List.add",
+     [([1], 3)]),
     ("tuple_for_list", "def solve(x): return (x, (x, x))", [([1], [1, [1, 1]])]),
     ("booleans", "def solve(x): return x > 0", [([1], True), ([-1], False)]),
     ("text", "def solve(s): return s.upper() + '→'", [(["äb"], "ÄB→"), ([""], "→")]),

@@ -160,6 +160,12 @@ import json, struct, sys
 head = json.dumps({"nonce": "00" * 16, "limit": "", "exit": 0, "seconds": 0.1, "clean": True, "sizes": [0, 0, 0]})
 sys.stdout.buffer.write(struct.pack(">I", len(head)) + head.encode() + b"R")
 """),
+    ("a_word_that_takes_long_to_read", "wrong", "print('1' * 1000000 + 'x')"),
+    ("killed_by_itself_at_the_last_moment", "", """
+import os, signal, time
+time.sleep(0.6)
+os.kill(os.getpid(), signal.SIGKILL)
+"""),
     ("value_forged_on_report", "wrong", """
 import os
 def solve(x):
