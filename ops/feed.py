@@ -12,15 +12,15 @@ import psutil
 
 from actors import clock
 from bus.port import Bus
-from bus.table import BATCHES, BEAT_EVERY_S, EVALUATIONS, STEPS
+from bus.table import BATCHES, BEAT_EVERY_S, DROPPED, EVALUATIONS, STEPS
 from ops.nats_server import NatsServer
 from ops.supervise import Supervisor
 from ops.view import RunView
-from schemas import Batch, Evaluation, MalformedMessage, StepDone
+from schemas import Batch, Dropped, Evaluation, MalformedMessage, StepDone
 
 
 async def feed_log(bus: Bus, view: RunView) -> None:
-    """Give the view all batches, steps and evaluations, for ever."""
+    """Give the view all batches, steps, drops and evaluations, for ever."""
 
     async def batches() -> None:
         async for entry in bus.read(BATCHES):
@@ -36,6 +36,13 @@ async def feed_log(bus: Bus, view: RunView) -> None:
                 if isinstance(message, StepDone):
                     view.step_done(message, entry.time_s or time.time())
 
+    async def drops() -> None:
+        async for entry in bus.read(DROPPED):
+            with contextlib.suppress(MalformedMessage):
+                message = entry.message()
+                if isinstance(message, Dropped):
+                    view.drop(message, entry.time_s or time.time())
+
     async def evaluations() -> None:
         async for entry in bus.read(EVALUATIONS):
             with contextlib.suppress(MalformedMessage):
@@ -43,7 +50,7 @@ async def feed_log(bus: Bus, view: RunView) -> None:
                 if isinstance(message, Evaluation):
                     view.evaluated(message)
 
-    await asyncio.gather(batches(), steps(), evaluations())
+    await asyncio.gather(batches(), steps(), drops(), evaluations())
 
 
 async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> None:
@@ -58,9 +65,7 @@ async def beat_for(
 ) -> None:
     """Beat for the launcher itself, for ever: what comes back tells the supervisor that beats are heard at all."""
     while True:
-        cpu_s = (
-            time.process_time()
-        )  # what it started beats for itself, or `feed_own` does for it
+        cpu_s = time.process_time()  # what it started beats for itself, or `feed_own` does for it
         own = {"actor": actor, "role": "launcher", "process": clock.process(), "cpu_s": cpu_s}
         await bus.beat({**own, **gauges()})
         supervisor.watch_for_hung()

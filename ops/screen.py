@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -24,6 +25,7 @@ FACTS_WIDTH = 36
 LEGEND_WIDTH = 78  # of a chart, from which on its legend tells evaluations in numbers
 WIDTH_MAX = 140
 IDLE_WORTH_TELLING = 0.05
+FAILURES_EVERY_S = 10.0  # in plain lines; the first at once
 
 
 class Screen(Protocol):
@@ -58,9 +60,11 @@ class PlainScreen:
         self._shown = -1
         self._headed = False
         self._evaluations: set[int] = set()  # versions
+        self._failures = 0  # told
+        self._failures_s = -math.inf
 
     def show(self, view: RunView, now_s: float) -> None:
-        """Print the steps and evaluations that are new."""
+        """Print the steps and evaluations that are new, and now and then what has failed."""
         if not self._headed:
             self._headed = True
             self._evaluations = set(view.evaluations)  # told already
@@ -88,6 +92,10 @@ class PlainScreen:
                 self._evaluations.add(version)
                 best = "" if view.best is None else f"; best so far: version {view.best.version}"
                 self._print(f"-- held-out reward of version {version}: {in_words(evaluation)}{best}")
+        failures = view.drops.failed.total()
+        if failures > self._failures and now_s - self._failures_s >= FAILURES_EVERY_S:
+            self._failures, self._failures_s = failures, now_s
+            self._print(f"-- {view.drops.failed_in_words()}")
 
     def note(self, text: str) -> None:
         """Print it."""
@@ -148,6 +156,8 @@ def draw(view: RunView, now_s: float, width: int, height: int, notes: Sequence[s
         parts += [chart, facts]
     parts.append(_flow_panel(view, now_s, width))
     parts.append(_actors_panel(view, now_s, width))
+    if failed := view.drops.failed_in_words():
+        parts.append(Text(f" {failed}", "red"))
     parts += [Text(f" {note}", "yellow", no_wrap=True, overflow="ellipsis") for note in notes]
     return Group(*parts)
 

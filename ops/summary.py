@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ops.chart import bar
+from ops.drops import by_reason
 from ops.view import RunView, StepPoint, mean_staleness, running_mean
 
 if TYPE_CHECKING:
@@ -37,10 +39,11 @@ class ActorSummary:
 class Summary:
     """A run's result. Times in seconds; `evaluations` are (version, mean held-out reward), `best` the best of them.
 
-    `dropped` samples ended untrained, by reason. `staleness[i]` trained tokens were i versions old. `generated_per_s`
-    and `trained_per_s` run from the first to the last step of this start. `cpu_s` maps the actors that share a process
-    to its CPU seconds, start-up included; `cpu_per_step_s` is what all processes used between the first and the last
-    step, a step: what a longer run would cost. `series` has one value a step under each name.
+    `dropped` samples ended untrained, by reason; of each reason that is a failure, `failures` tells the newest.
+    `staleness[i]` trained tokens were i versions old. `generated_per_s` and `trained_per_s` run from the first to the
+    last step of this start. `cpu_s` maps the actors that share a process to its CPU seconds, start-up included;
+    `cpu_per_step_s` is what all processes used between the first and the last step, a step: what a longer run would
+    cost. `series` has one value a step under each name.
     """
 
     run: str
@@ -61,6 +64,7 @@ class Summary:
     generated_per_s: float | None
     trained_per_s: float | None
     dropped: dict[str, int]
+    failures: dict[str, str]
     actors: list[ActorSummary]
     cpu_s: dict[str, float]
     cpu_total_s: float
@@ -110,6 +114,7 @@ def summarise(view: RunView, now_s: float) -> Summary:
         generated_per_s=generated / seconds if seconds and generated else None,  # no beat came between the steps
         trained_per_s=trained / seconds if seconds else None,
         dropped=view.dropped,
+        failures={reason: str(failure) for reason, failure in view.drops.newest_by_reason.items()},
         actors=[
             ActorSummary(actor.actor, actor.role, actor.idle_share_overall, actor.idle_why_mostly)
             for actor in view.by_role()
@@ -207,8 +212,9 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     rate = f"{_told(summary.generated_per_s)} tokens/s generated, {_told(summary.trained_per_s)} trained"
     facts += [("staleness", staleness), ("throughput", rate)]
     if summary.dropped:
-        why = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
-        facts.append(("dropped", f"{sum(summary.dropped.values())} samples ({why}); `rollstream audit` has more"))
+        why = by_reason(summary.dropped)
+        facts.append(("dropped", f"{sum(summary.dropped.values()):,} samples ({why}); `rollstream audit` has more"))
+    facts += [(f"newest {reason}", escape(failure)) for reason, failure in summary.failures.items()]
     cpu = f"{summary.cpu_total_s:.1f} s, start-up included"
     if summary.cpu_per_step_s is not None:
         cpu += f"; {summary.cpu_per_step_s:.2f} s a batch of {summary.batch_samples} samples"

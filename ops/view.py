@@ -1,20 +1,21 @@
 """What a person sees of a run, as a fold over its messages and beats. No bus, no clock, no drawing.
 
-`RunView` takes `StepDone`, `Batch` and `Evaluation` messages and the beats of actors, in any order, with the Unix time
-at which they came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other machines, so
-a missing or odd gauge is left out and never raises.
+`RunView` takes `StepDone`, `Batch`, `Dropped` and `Evaluation` messages and the beats of actors, in any order, with the
+Unix time at which they came about; `ops.screen` draws it, `ops.summary` sums it up. Beats are plain data from other
+machines, so a missing or odd gauge is left out and never raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.evaluator.best import best_of
-from schemas import Batch, Evaluation, StepDone
+from ops.drops import Drops
+from schemas import Batch, Dropped, Evaluation, StepDone
 
 SILENT_AFTER_S = 5.0  # beats come every second
 RATE_WINDOW_S = 10.0
@@ -23,11 +24,10 @@ ROLES = ("controller", "episode", "rollout", "reward", "trainer", "evaluator", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Achieved:
-    """What the samples that ended for a batch achieved: mean reward, mean length in tokens, drops by reason."""
+    """What the samples that ended for a batch achieved: mean reward, mean length in tokens."""
 
     reward: float
     length: float | None
-    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ class RunView:
         self.batch_samples = batch_samples
         self.started_s = started_s
         self.points: dict[int, StepPoint] = {}
+        self.drops = Drops()
         self.actors: dict[str, ActorView] = {}
         self.processes: dict[str, ProcessView] = {}
         self._evaluations: dict[str, dict[int, Evaluation]] = {}  # by set, then by version
@@ -154,9 +155,7 @@ class RunView:
         """Take a batch. With a filter it holds selected groups only: `seen`, over all that ended, is what counts."""
         seen = message.seen
         if seen.get("samples") and "reward" in seen:
-            drops = {key: int(count) for key, count in seen.items() if key.startswith("dropped/")}
-            dropped = {key.removeprefix("dropped/"): count for key, count in drops.items()}
-            achieved = Achieved(seen["reward"], seen.get("response_length"), dropped)
+            achieved = Achieved(seen["reward"], seen.get("response_length"))
         elif len(message.rewards):
             achieved = Achieved(float(message.rewards.mean()), None)
         else:
@@ -164,6 +163,10 @@ class RunView:
         self._achieved[message.step] = achieved
         if (point := self.points.get(message.step)) is not None:
             self.points[message.step] = dataclasses.replace(point, achieved=achieved)
+
+    def drop(self, message: Dropped, time_s: float) -> None:
+        """Take a sample that ended without being trained."""
+        self.drops.take(message, before=time_s < self.started_s)
 
     def evaluated(self, message: Evaluation) -> None:
         """Take an evaluation. The first of a version counts."""
@@ -258,11 +261,7 @@ class RunView:
     @property
     def dropped(self) -> dict[str, int]:
         """Samples that ended without being trained, by reason, the most frequent first."""
-        total: Counter[str] = Counter()
-        for point in self.points.values():
-            if point.achieved:
-                total.update(point.achieved.dropped)
-        return dict(total.most_common())
+        return dict(self.drops.count.most_common())
 
     @property
     def staleness(self) -> list[int]:

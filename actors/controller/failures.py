@@ -19,7 +19,7 @@ FAILED_SHARE = 0.9
 
 
 class Failures:
-    """Counts since the last batch, of one controller's life: what the log held before was for a predecessor to judge."""
+    """Counts since the last batch, in one controller's life: what the log held before, a predecessor has judged."""
 
     def __init__(self, batch_samples: int) -> None:
         self._enough = max(FAILED_MIN, batch_samples)
@@ -47,7 +47,7 @@ class Failures:
         if self._failed < self._enough or self._failed < FAILED_SHARE * ended:
             return
         raise UserError(
-            f"{self._failed} of the {ended} samples that ended since the last batch failed, so that none can be formed. "
-            f"The newest: {self._newest}",
+            f"{self._failed} of the {ended} samples that ended since the last batch failed. "
+            f"The newest: {self._newest}.",
             "Mend it and continue with `rollstream run RECIPE --resume`; what was dropped stays so.",
         )

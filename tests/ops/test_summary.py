@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ops.summary import Summary, plot, print_summary, summarise
 from ops.view import RunView
-from schemas import StepDone
+from schemas import Dropped, StepDone
 from tests.ops.sound_log import evaluation
 
 START_S = 1000.0
@@ -30,6 +30,10 @@ def finished() -> RunView:
         metrics = {"reward_mean": step / STEPS, "entropy": 1.0}
         view.step_done(StepDone(step=step, version=step + 1, metrics=metrics, staleness=np.array([75, 0, 25])), now_s)
     view.evaluated(evaluation(STEPS, 1.0))
+    for index in range(1200):
+        view.drop(Dropped(group_id=3, index=index, reason="zero_variance"), START_S + 20)
+    view.drop(Dropped(group_id=4, index=0, reason="error", detail="episode: KeyError: 'a'\n[task.py, line 7]"), START_S)
+    view.drop(Dropped(group_id=5, index=1, reason="run_ended"), START_S + 29)
     return view
 
 
@@ -93,6 +97,8 @@ def test_the_printed_summary_names_what_a_person_looks_for() -> None:
         "12, held-out reward 1.000",
         "75 tokens/s generated, 50 trained",
         "mean 0.50, max 2",
+        "1,201 samples (1,200 zero_variance, 1 error)",
+        "sample 4-0: error: episode: KeyError: 'a' [task.py, line 7]",
     ):
         assert part in text
     for part in ("3.00 s a batch of 8 samples", "2 versions old", "25.0%", "rollout-0", "prompts"):

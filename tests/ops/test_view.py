@@ -12,7 +12,7 @@ from rich.console import Console
 from ops.chart import bar, line_chart
 from ops.screen import PlainScreen, draw
 from ops.view import RunView, mean_staleness, running_mean
-from schemas import Batch, StepDone
+from schemas import Batch, Dropped, StepDone
 from tests.ops.sound_log import evaluation
 
 START_S = 1000.0
@@ -265,3 +265,40 @@ def test_after_a_change_of_the_evaluation_set_only_the_new_one_is_compared() -> 
     view.evaluated(evaluation(0, 0.9))
     view.evaluated(dataclasses.replace(evaluation(4, 0.5), data="another"))
     assert view.evals == [(4, 0.5)]
+
+
+def dropped(index: int, reason: str = "error", detail: str = "episode: it is odd") -> Dropped:
+    return Dropped(group_id=3, index=index, reason=reason, detail=detail)  # type: ignore[arg-type]
+
+
+def test_plain_lines_tell_of_failed_samples_at_once_and_then_now_and_then_even_without_a_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run whose samples all failed told nothing at all, for ever."""
+    view, screen = view_of(), PlainScreen()
+
+    def told(now_s: float) -> list[str]:
+        screen.show(view, now_s)
+        return [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+
+    view.drop(dropped(7), START_S - 100)  # of before a resume
+    view.drop(dropped(0, "zero_variance", ""), START_S + 1)
+    assert told(START_S + 1) == []
+    view.drop(dropped(1), START_S + 1)
+    (line,) = told(START_S + 2)
+    assert line == "-- 1 sample failed (1 error); the newest, sample 3-1: error: episode: it is odd"
+    view.drop(dropped(2, "timeout", "longer than 2 s\n at once " + "x" * 1000), START_S + 3)
+    assert told(START_S + 3) == []
+    (line,) = told(START_S + 13)
+    assert line.startswith(
+        "-- 2 samples failed (1 error, 1 timeout); the newest, sample 3-2: timeout: longer than 2 s at"
+    )
+    assert len(line) < 500
+    assert told(START_S + 60) == []
+
+
+def test_the_live_screen_tells_of_failed_samples_before_the_first_step() -> None:
+    view = view_of()
+    assert "failed" not in text_of(view, START_S + 1)
+    view.drop(dropped(1, detail="[/x] KeyError"), START_S + 1)
+    assert "1 sample failed (1 error); the newest, sample 3-1: error: [/x] KeyError" in text_of(view, START_S + 1)
