@@ -56,6 +56,15 @@ def load_function(
     raise FunctionNotFound(f"'{spec}': {where} has no function {name}.", _suggest(name, own, "It has"))
 
 
+def place_of(function: Callable[..., Any]) -> str:
+    """`episode (task.py, line 12)`: where a function of the user's is, as far as that is known."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code is not None else name
+
+
 def _unreadable(spec: str, builtins: Iterable[str]) -> FunctionNotFound:
     forms = "'package.module:function' or 'path/to/file.py:function'"
     names = list(builtins)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -21,6 +20,7 @@ from actors.episode.builtin import Episode
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Exchange
+from actors.episode.lines import their_line
 from actors.episode.policy import Bound, FailedElsewhere, GivenUp, Policy
 from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
 from actors.gauges import Gauges
@@ -34,7 +34,6 @@ log = structlog.get_logger()
 RETRY_S = 0.2  # before a function that failed is tried again
 FAILURES_MAX = 8  # in a row, before any success: then the function as a whole is held to be broken
 DETAIL_CHARS_MAX = 4000
-OWN = Path(__file__).parent  # what a function calls here is no place where it went wrong
 
 
 class EpisodeWorker:
@@ -159,7 +158,7 @@ class EpisodeWorker:
                         self._fruitless(prompt, str(error))
                         return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
                     except Exception as error:
-                        failure = _told(error)
+                        failure = _told(error, self._function.place)
                         log.warning(
                             "episode_failed", worker=self.name, sample=prompt.sample_id, attempt=retry, error=failure
                         )
@@ -198,11 +197,7 @@ class EpisodeWorker:
             if not policy.said:
                 raise EmptyTrajectory(str(bound)) from None
             return policy.trajectory(finish="length")
-        if isinstance(outcome, Trajectory):
-            return outcome
-        if outcome is None or (isinstance(outcome, int | float) and not isinstance(outcome, bool)):
-            return policy.trajectory(reward=None if outcome is None else float(outcome))
-        raise TypeError(f"an episode returns a Trajectory, a reward or None, not {type(outcome).__name__}")
+        return outcome if isinstance(outcome, Trajectory) else policy.trajectory(reward=outcome)
 
     def _tell(self, prompt: Prompt, policy: Policy, again: int) -> None:
         """What became of an episode that had begun before."""
@@ -267,13 +262,13 @@ class EpisodeWorker:
         }
 
 
-def _told(error: Exception) -> str:
-    """What went wrong, with the line of the user's file if it is known."""
-    if isinstance(error, MalformedMessage):
-        return f"its trajectory cannot be stored: {error}"
+def _told(error: Exception, place: str) -> str:
+    """What went wrong, with the line of the user's file; where none led there, with the function, at `place`."""
     if isinstance(error, FailedElsewhere):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(OWN)]
-    where = next((f" ({at.filename}, line {at.lineno})" for at in reversed(theirs or frames)), "")
-    return f"{type(error).__name__}: {error}{where}"
+    where = their_line((frame.filename, frame.lineno) for frame in frames) or (
+        f"what {place} returned" if place else ""
+    )
+    what = "it cannot be stored" if isinstance(error, MalformedMessage) else type(error).__name__
+    return f"{what}: {error}" + (f" ({where})" if where else "")

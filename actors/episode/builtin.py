@@ -10,28 +10,37 @@ from typing import Any, Protocol
 
 from actors.episode import multi_turn, tool
 from actors.episode.config import EpisodeConfig
-from actors.episode.policy import Policy
-from actors.functions import load_function
+from actors.episode.policy import FailedElsewhere, Policy
+from actors.episode.trajectory import Trajectory
+from actors.functions import load_function, place_of
 from actors.reward.config import RewardConfig
+from actors.reward.steps import read_number
 from actors.reward.verifiers.options import near, read_options
 from schemas import Prompt, UserError
 
 SECTION = ("episode", "episode")  # in errors about options
+RETURNS = (
+    "an episode returns its reward as a finite number, None to have the reward function asked, or "
+    "policy.trajectory(reward=...)"
+)
+VALUE_CHARS_SHOWN = 80
 
 
 class Episode(Protocol):
     """What happens between a prompt and its rollout.
 
     `replayable` is False if what it does besides asking the model must not be repeated with the answers that it had.
+    `place` is where a person would look for what went wrong.
     """
 
     replayable: bool
+    place: str
 
     async def start(self) -> None:
         """Before the first prompt."""
 
-    async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """A `Trajectory`, a reward for all that was said, or None: then the run's reward function is asked."""
+    async def run(self, prompt: Prompt, policy: Policy) -> Trajectory | float | None:
+        """A trajectory, a reward for all that was said, or None: then the run's reward function is asked."""
 
     async def close(self) -> None:
         """After the last one."""
@@ -42,18 +51,37 @@ class Function:
 
     def __init__(self, function: Callable[..., Awaitable[Any]], options: dict[str, Any]) -> None:
         self.replayable = bool(getattr(function, "replayable", True))
+        self.place = place_of(function)
         self._function = function
         self._options = options
 
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """What the function returns."""
-        return await self._function(prompt, policy, **self._options)
+    async def run(self, prompt: Prompt, policy: Policy) -> Trajectory | float | None:
+        """What the function returns. Raises `FailedElsewhere` if that is nothing that an episode may return."""
+        outcome = await self._function(prompt, policy, **self._options)
+        if outcome is None or isinstance(outcome, Trajectory):
+            return outcome
+        try:
+            return read_number("the reward", outcome)
+        except ValueError:
+            raise FailedElsewhere(f"{self.place} returned {_shown(outcome)}; {RETURNS}") from None
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+def _shown(value: Any) -> str:
+    """A value with its type, for an error: `{'reward': 1.0} (dict)`."""
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine that was not awaited"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of the user's own
+        text = "a value"
+    return f"{text[:VALUE_CHARS_SHOWN]}{' …' * (len(text) > VALUE_CHARS_SHOWN)} ({type(value).__name__})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from actors.episode.policy import Policy
 from actors.episode.trajectory import Trajectory
-from actors.functions import load_function
+from actors.functions import load_function, place_of
 from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest
@@ -73,6 +73,7 @@ class MultiTurn:
     def __init__(self, options: Options, reward: RewardConfig, base: Path) -> None:
         self._options = options
         self._own: Callable[..., Any] | None = load_function(options.feedback, base) if options.feedback else None
+        self.place = place_of(self._own) if self._own is not None else ""
         self._pool = RewardPool(reward, base) if self._own is None else None
 
     async def start(self) -> None:

@@ -48,6 +48,7 @@ class ToolUse:
     def __init__(self, options: Options, base: Path) -> None:
         self._options = options
         self._tools = load_tools(options.tools, options.timeout_s, base)
+        self.place = ""
         self.replayable = all(tool.replayable for tool in self._tools.values())
 
     async def start(self) -> None:

@@ -43,6 +43,7 @@ class AgentEpisode:
     """`model` is what the model is called; `place` is where the port and the secret of the keys are kept."""
 
     replayable = True
+    place = ""  # agents tell themselves where they failed
 
     def __init__(
         self,

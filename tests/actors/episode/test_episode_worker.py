@@ -203,6 +203,46 @@ async def test_a_failure_within_ours_is_named_by_the_line_of_the_function_that_l
     assert "test_episode_worker.py, line" in dropped.detail
 
 
+async def test_what_no_episode_may_return_is_told_with_the_function_and_what_it_may_return(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """The error named a line of ours, and not what would be right."""
+    returned = {
+        "{'reward': 1.0}": "returned {'reward': 1.0} (dict); an episode returns its reward as a finite number, None",
+        "'right'": "returned 'right' (str); an episode returns",
+        "float('nan')": "returned nan (float); an episode returns",
+        "policy.chat().ask()": "returned a coroutine that was not awaited; an episode returns",
+        "policy.trajectory(1.0, turn_rewards=[1, 2, 3])": "3 turn rewards for 1 turns",
+        "policy.trajectory('much')": "",
+    }
+    for number, (value, told) in enumerate(returned.items()):
+        name = tmp_path / f"task{number}.py"
+        name.write_text(f"async def episode(prompt, policy):\n    await policy.chat().ask()\n    return {value}\n")
+        config = EpisodeConfig(function=f"{name}:episode")
+        function = load_episode(config, RewardConfig(function="exact"), tmp_path)
+        own = MemoryBus("run", MemoryHub())
+        await own.setup(ack_wait_s=5.0)
+        actor = EpisodeWorker(own, EpisodeConfig(retries=0), function, Digits(), 8, "episode-0")
+        async with at_work(model(own)), at_work(actor.run(asyncio.Event())):
+            await own.publish(PROMPT)
+            dropped = await first(own, DROPPED)
+        assert f"episode ({name}, line 1)" in dropped.detail, dropped.detail
+        assert told in dropped.detail
+        assert "actors/" not in dropped.detail
+
+
+@pytest.mark.parametrize("value", ["True", "__import__('numpy').float32(1.0)", "__import__('numpy').array(1.0)"])
+async def test_any_finite_number_is_a_reward(bus: Bus, tmp_path: Path, value: str) -> None:
+    (tmp_path / "task.py").write_text(
+        f"async def episode(prompt, policy):\n    await policy.chat().ask()\n    return {value}\n"
+    )
+    function = load_episode(EpisodeConfig(function="task.py:episode"), RewardConfig(function="exact"), tmp_path)
+    actor = EpisodeWorker(bus, EpisodeConfig(retries=0), function, Digits(), 8, "episode-0")
+    async with at_work(model(bus)), at_work(actor.run(asyncio.Event())):
+        await bus.publish(PROMPT)
+        assert (await first(bus, ROLLOUTS)).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("parameters", "options", "told"),
     [
