@@ -17,13 +17,27 @@ import numpy as np
 from actors.trainer.samples import TrainSample
 from bus.memory import MemoryHub
 from bus.port import Entry
-from bus.table import BATCHES, CONTROL, DROPPED, PARTIALS, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS
+from bus.table import (
+    ANSWERS,
+    BATCHES,
+    CONTROL,
+    DROPPED,
+    PARTIALS,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    STEPS,
+    TURNS,
+    WEIGHTS,
+)
 from bus.weights.files import digest_of
 from ops.findings import Rules
 from ops.invariants import READ_ORDER, Auditor
+from ops.sim.episode_checks import EpisodeChecker, Key
 from ops.sim.fakes import (
     FIRST_STATE,
     Disk,
+    asked_of,
     bytes_of,
     length_of,
     next_state,
@@ -34,9 +48,21 @@ from ops.sim.fakes import (
 from ops.sim.scenario import Scenario, kind_of
 from ops.sim.weights import whole_of
 from ops.sim.world import PROCESS, RUN, Process, World
-from schemas import Batch, Control, Dropped, MalformedMessage, Partial, Prompt, Rollout, Scored, StepDone, WeightVersion
+from schemas import (
+    Answer,
+    Batch,
+    Control,
+    Dropped,
+    MalformedMessage,
+    Partial,
+    Prompt,
+    Rollout,
+    Scored,
+    StepDone,
+    WeightVersion,
+)
+from schemas.trajectory import model_segments, model_tokens
 
-Key = tuple[int, int]  # (group id, index) of a sample
 # Faults for which a worker may end before all its prefixes are stored.
 HINDERING: Final = frozenset(
     {"slow_call", "lost_answer", "partition", "restart", "power", "stall", "stop_at_write", "full"}
@@ -68,8 +94,10 @@ class Checker:
         self.batches: list[Batch] = []
         self.trained: dict[Key, int] = {}  # -> step
         self.dropped: dict[Key, str] = {}  # -> reason
-        self.partials: dict[Key, list[Partial]] = {}  # all that were stored, in order
-        self._known: dict[tuple[str, Key], int] = {}  # how many of them, as a process was first given a prompt
+        self.partials: dict[str, list[Partial]] = {}  # all that were stored, in order, by sample or turn
+        self._known: dict[tuple[str, str], int] = {}  # how many of them, as a process was first given it
+        self._rolled: set[Key] = set()
+        self.episodes = EpisodeChecker(world, self.prompts, self.dropped, self._true_tokens)
         self.steps = 0
         self.garbage = 0  # entries that are no message
         self.ended = False
@@ -77,6 +105,8 @@ class Checker:
         self.final_states: set[str] = set()  # when the end was announced
         self._on: dict[str, Callable[[Entry, Any], None]] = {
             PROMPTS.name: self._prompt,
+            TURNS.name: self.episodes.turn,
+            ANSWERS.name: self._answer,
             PARTIALS.name: self._partial,
             ROLLOUTS.name: self._rollout,
             SCORED.name: self._scored,
@@ -138,72 +168,103 @@ class Checker:
 
     # ---- tokens
 
-    def _true_tokens(self, what: str, key: Key, message: Rollout | Partial) -> None:
+    def _true_tokens(self, what: str, message: Rollout | Answer | Partial, asked: str, min_version: int) -> None:
         """I5: each token and logprob is what the version in its tag gives at its place."""
-        prompt = self.prompts.get(key)
-        if prompt is None:
-            self.world.violate("I5", f"{what} {message.sample_id} was never admitted")
-            return
         place = 0
         tokens, logprobs = message.tokens.tolist(), message.logprobs.tolist()
         for version, count in message.segments:
-            if not prompt.min_version <= version <= self.newest:
-                self.world.violate(
-                    "I5", f"{what} {message.sample_id} has tokens of {version}, not {prompt.min_version}..{self.newest}"
-                )
+            if not min_version <= version <= self.newest:
+                self.world.violate("I5", f"{what} has tokens of {version}, not {min_version}..{self.newest}")
                 return
             for at in range(place, place + count):
-                if (tokens[at], logprobs[at]) != token_of(prompt.seed, at, self.digests[version]):
-                    self.world.violate("I5", f"{what} {message.sample_id}: version {version} did not make token {at}")
+                if (tokens[at], logprobs[at]) != token_of(asked, at, self.digests[version]):
+                    self.world.violate("I5", f"{what}: version {version} did not make token {at}")
                     return
             place += count
 
     def _partial(self, entry: Entry, partial: Partial) -> None:
-        key = partial.group_id, partial.index
-        self._true_tokens("partial", key, partial)
-        self.partials.setdefault(key, []).append(partial)
+        prompt, turn = self.prompts.get((partial.group_id, partial.index)), self.episodes.turns.get(partial.turn)
+        if prompt is None or (partial.turn and turn is None):
+            self.world.violate("I5", f"partial {partial.of} is of nothing that was asked for")
+            return
+        asked = asked_of(prompt.seed) if turn is None else asked_of(turn.seed, turn.prompt_tokens.tolist())
+        self._true_tokens(f"partial {partial.of}", partial, asked, prompt.min_version)
+        self.partials.setdefault(partial.of, []).append(partial)
 
     def given(self, process: Process, entry: Entry) -> None:
         """A process was given an entry of a queue."""
-        if entry.stream is PROMPTS and entry.sample is not None:
-            self._known.setdefault((process.label, entry.sample), len(self.partials.get(entry.sample, ())))
+        if entry.stream in (PROMPTS, TURNS):
+            self._known.setdefault((process.label, entry.id), len(self.partials.get(entry.id, ())))
+
+    def acknowledged(self, entry: Entry) -> None:
+        """An entry of a queue was acknowledged: what came of it must be stored by then."""
+        if (key := entry.sample) is None:
+            return
+        match entry.stream.name:
+            case PROMPTS.name:
+                stored = key in self._rolled
+            case TURNS.name:
+                stored = entry.id in self.episodes.answers
+            case _:
+                stored = key in self.verdicts
+        self._hold("I2", stored or key in self.dropped, f"{entry.stream.name} {entry.id} is acknowledged for nothing")
 
     def left(self, process: Process) -> None:
         """A process ended in order: what its engine had begun must be in the log."""
         if HINDERING.intersection(map(kind_of, self.world.struck)):
             return
         for name, tokens in process.handed_over:
-            group, index = map(int, name.split("-"))
-            kept = {len(partial.tokens) for partial in self.partials.get((group, index), ())}
+            kept = {len(partial.tokens) for partial in self.partials.get(name, ())}
             self._hold("I5", tokens in kept, f"{process} has left and took {tokens} tokens of {name} with it")
 
-    def _continued(self, key: Key, rollout: Rollout) -> None:
-        """Whoever is given a prompt goes on from its newest prefix, or from one that is stored later."""
+    def _continued(self, name: str, made: Rollout | Answer) -> None:
+        """Whoever is given a prompt or a turn goes on from its newest prefix, or from one that is stored later.
+
+        An answer may end within the prefix, at a string that somebody looked for too late.
+        """
         process = PROCESS.get()
-        known = self._known.get((process.label, key)) if process is not None else None
+        known = self._known.get((process.label, name)) if process is not None else None
         if not known or "stale_read" in map(kind_of, self.world.struck):
             return
+        ends = len(made.tokens) if made.stopped else None
         begins = any(
-            np.array_equal(rollout.tokens[: len(partial.tokens)], partial.tokens)
-            for partial in self.partials[key][known - 1 :]
+            np.array_equal(made.tokens[: len(partial.tokens)], partial.tokens[:ends])
+            for partial in self.partials[name][known - 1 :]
         )
-        self._hold("I5", begins, f"{process} has finished {rollout.sample_id} and not begun with its kept prefix")
+        self._hold("I5", begins, f"{process} has finished {name} and not begun with its kept prefix")
+        if made.resumed:
+            self.world.count("a partial answer was continued by another worker")
+
+    def _answer(self, entry: Entry, answer: Answer) -> None:
+        self.episodes.answer(entry, answer)
+        if not answer.error:
+            self._continued(answer.turn, answer)
 
     def _rollout(self, entry: Entry, rollout: Rollout) -> None:
         key = rollout.group_id, rollout.index
         self.rollouts[entry.seq] = rollout
-        self._true_tokens("rollout", key, rollout)
+        self._rolled.add(key)
         if (prompt := self.prompts.get(key)) is None:
+            self.world.violate("I5", f"rollout {rollout.sample_id} was never admitted")
             return
-        length = min(length_of(prompt.seed, self.rules.mean_tokens), self.rules.max_new_tokens)
-        self._hold("I5", len(rollout.tokens) == length, f"{rollout.sample_id} ends after {len(rollout.tokens)} tokens")
-        same = tuple(rollout.prompt_tokens.tolist()) == prompt_tokens_of(prompt.prompt) and rollout.task == prompt.task
+        same = rollout.prompt == prompt.prompt and rollout.task == prompt.task
         self._hold("log", same, f"rollout {rollout.sample_id} is of another prompt")
-        self._continued(key, rollout)
-        if rollout.resumed:
-            self.world.count("a partial answer was continued by another worker")
+        if self.rules.episodes:
+            self.episodes.rollout(rollout)
+        else:
+            self._whole(prompt, rollout)
         if len(rollout.segments) > 1:
             self.world.count("an answer of several versions")
+
+    def _whole(self, prompt: Prompt, rollout: Rollout) -> None:
+        """The one answer to a prompt."""
+        name = rollout.sample_id
+        self._true_tokens(f"rollout {name}", rollout, asked_of(prompt.seed), prompt.min_version)
+        length = min(length_of(prompt.seed, self.rules.mean_tokens), self.rules.max_new_tokens)
+        self._hold("I5", len(rollout.tokens) == length, f"{name} ends after {len(rollout.tokens)} tokens")
+        same = tuple(rollout.prompt_tokens.tolist()) == prompt_tokens_of(prompt.prompt)
+        self._hold("log", same, f"rollout {name} has the tokens of another prompt")
+        self._continued(name, rollout)
 
     def _scored(self, entry: Entry, scored: Scored) -> None:
         key = scored.group_id, scored.index
@@ -215,7 +276,8 @@ class Checker:
             "log", scored.segments == rollout.segments, f"the verdict on {scored.sample_id} tells other segments"
         )
         if scored.verdict == "scored":
-            want = reward_of(rollout.task, rollout.tokens.tolist())
+            own = rollout.reward
+            want = reward_of(rollout.task, rollout.tokens.tolist()) if own is None else own
             self._hold("log", scored.reward == want, f"{scored.sample_id} is worth {want}, not {scored.reward}")
         if key in self.verdicts:
             self.world.count("a second verdict on a sample")
@@ -257,7 +319,7 @@ class Checker:
 
     def _ages(self, step: int, name: str, rollout: Rollout) -> None:
         eta = self.rules.max_staleness
-        for version, count in rollout.segments:
+        for version, count in model_segments(rollout.segments, rollout.observations):
             age = step - version
             self._hold("I1", age >= 0, f"step {step} trains {count} tokens of {name} of the later version {version}")
             if age > eta:
@@ -271,6 +333,7 @@ class Checker:
     def _drop(self, entry: Entry, dropped: Dropped) -> None:
         key = dropped.group_id, dropped.index
         name = dropped.sample_id
+        self.episodes.drop(dropped)
         self._hold("I2", dropped.group_id in self.group_ends, f"{name} is dropped and was never admitted")
         self._hold("I3", key not in self.trained, f"{name} is dropped ({dropped.reason}) and trained")
         if key in self.dropped:
@@ -320,7 +383,11 @@ class Checker:
         ):
             rollout = self.rollouts[seq]
             versions = list(itertools.chain.from_iterable([version] * count for version, count in rollout.segments))
-            fresh = [batch.step - version <= batch.max_staleness for version in versions]
+            made = model_tokens(rollout.observations, len(versions)).tolist()
+            fresh = [
+                mine and batch.step - version <= batch.max_staleness
+                for mine, version in zip(made, versions, strict=True)
+            ]
             samples.append(
                 TrainSample(
                     f"{key[0]}-{key[1]:06d}",
@@ -330,6 +397,7 @@ class Checker:
                     rollout.logprobs,
                     np.array(fresh, np.bool_),
                     reward,
+                    sequences=rollout.sequences if len(rollout.sequences) else None,
                 )
             )
         return samples
@@ -340,7 +408,7 @@ class Checker:
         ages: Counter[int] = Counter()
         for sample in self._samples(self.batches[done.step]):
             rollout = self.rollouts[self._seq_of(done.step, sample)]
-            for version, count in rollout.segments:
+            for version, count in model_segments(rollout.segments, rollout.observations):
                 if done.step - version <= self.batches[done.step].max_staleness:
                     ages[done.step - version] += count
         told = {age: count for age, count in enumerate(done.staleness.tolist()) if count}
@@ -375,6 +443,7 @@ class Checker:
         self._hold("I3", self.steps == steps, f"the run ended with {self.steps} steps done of {steps}")
         for key in self.prompts:
             self._hold("I2", key in self.trained or key in self.dropped, f"{key[0]}-{key[1]} has no end")
+        self.episodes.finish(self.trained)
         good = self.state in self.disk.exported and self.final_states.issuperset(self.disk.exported)
         self._hold("I7", good, f"the exported model is not that of the last step: {self.disk.exported}")
         self._audit(hub)

@@ -20,22 +20,37 @@ from typing import Any
 import numpy as np
 
 from actors.reward.verdict import RewardRequest, Status, Verdict
-from actors.rollout.engine import EngineClosedError, EngineStats, Finish, Generation, Request, WeightsError
+from actors.rollout.engine import (
+    ContextTooLongError,
+    EngineClosedError,
+    EngineStats,
+    Finish,
+    Generation,
+    Request,
+    WeightsError,
+)
 from actors.trainer.retention import NOTHING_JUDGED, Judged, Retention
 from actors.trainer.samples import TrainSample
 from bus.weights.files import digest_of
 from ops.sim.world import Killed, Process
 
 FIRST_STATE = "initial"
+CONTEXT_MAX = 120  # tokens that the model goes on from, at most
 _FAILURES: tuple[Status, ...] = ("timeout", "error", "invalid")
 
 
 # ---- what is computed
 
 
-def token_of(seed: int, position: int, digest: str) -> tuple[int, float]:
-    """Token id (1 to 65,535) and logprob (a float32) that the weights of this digest give a sample at a position."""
-    drawn = hashlib.blake2b(f"{seed}/{position}/{digest}".encode(), digest_size=8).digest()
+def asked_of(seed: int, context: Sequence[int] = ()) -> str:
+    """What the tokens of an answer follow from, beside the weights: a seed, and in episodes the tokens before them."""
+    digest = hashlib.blake2b(np.array(context, "<i4").tobytes(), digest_size=8).hexdigest()
+    return f"{seed}/{digest}" if len(context) else f"{seed}"
+
+
+def token_of(asked: str, position: int, digest: str) -> tuple[int, float]:
+    """Token id (1 to 65,535) and logprob (a float32) that the weights of this digest give at a position."""
+    drawn = hashlib.blake2b(f"{asked}/{position}/{digest}".encode(), digest_size=8).digest()
     token, fraction = struct.unpack("<HxxI", drawn)
     return token or 1, -float(np.float32(fraction / 2**32))
 
@@ -70,6 +85,8 @@ def next_state(state: str, step: int, samples: Sequence[TrainSample]) -> str:
         chain.update(f"/{sample.sample_id}/{sample.group_id}/{sample.reward!r}/".encode())
         for array in (sample.prompt_tokens, sample.tokens, sample.behaviour_logprobs, sample.loss_mask):
             chain.update(np.ascontiguousarray(array).tobytes())
+        if sample.sequences is not None:
+            chain.update(sample.sequences.tobytes())
     return chain.hexdigest()
 
 
@@ -219,7 +236,7 @@ class FakePool:
 
 
 class FakeTokenizer:
-    """Bytes for prompts, a count for answers."""
+    """Bytes for prompts and what an episode tells, one of four letters for each token of an answer."""
 
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """See `actors.rollout.actor.Tokenizer`."""
@@ -227,15 +244,28 @@ class FakeTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `actors.rollout.actor.Tokenizer`."""
-        return f"{len(tokens)} tokens"
+        return "".join("abcd"[token % 4] for token in tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """See `actors.episode.conversation.Tokenizer`."""
+        return tuple(text.encode())
+
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> str:
+        """See `actors.episode.conversation.Tokenizer`: prompts are text here."""
+        raise NotImplementedError
+
+    def spelling(self, token: int) -> str:
+        """See `actors.episode.conversation.Tokenizer`."""
+        return self.decode([token])
 
 
 class _Row:
     """A sequence in the batch, or waiting for a slot."""
 
-    def __init__(self, request: Request, length: int) -> None:
+    def __init__(self, request: Request, asked: str, length: int) -> None:
         known = request.unfinished()
         self.request = request
+        self.asked = asked
         self.length = length  # at which it stops by itself
         self.tokens = list(known.tokens)
         self.logprobs = list(known.logprobs)
@@ -249,7 +279,7 @@ class _Row:
         return "length" if len(self.tokens) >= self.request.sampling.max_new_tokens else None
 
     def append(self, version: int, digest: str) -> None:
-        token, logprob = token_of(self.request.seed, len(self.tokens), digest)
+        token, logprob = token_of(self.asked, len(self.tokens), digest)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.segments and self.segments[-1][0] == version:
@@ -286,6 +316,7 @@ class FakeEngine:
         self._process = process
         self._disk = disk
         self._made = made
+        self._episodes = scenario.episodes > 0
         self._drain = scenario.on_update == "drain"
         self._mean_tokens = scenario.mean_tokens
         self._digest = ""
@@ -306,7 +337,10 @@ class FakeEngine:
     async def generate(self, request: Request) -> Generation:
         """See `Engine.generate`."""
         self._serving()
-        row = _Row(request, length_of(request.seed, self._mean_tokens))
+        if len(request.prompt_tokens) > CONTEXT_MAX:
+            raise ContextTooLongError(f"{len(request.prompt_tokens)} tokens leave no room for an answer")
+        asked = asked_of(request.seed, request.prompt_tokens if self._episodes else ())
+        row = _Row(request, asked, length_of(request.seed, self._mean_tokens))
         if row.finish is not None:
             return row.generation(row.finish)
         if self._handed_over:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 AGAIN_S: Final = 0.1
 FORGOTTEN_S: Final = 0.3  # acknowledgements that a killed server forgets
 ANYBODY_WRITES: Final = (ROLLOUTS, SCORED, DROPPED, PARTIALS)  # the others' sequences mean something
-NOT_SIMULATED: Final = (EVALUATIONS, TURNS, ANSWERS, NOTES)
-WRITTEN: Final = tuple(stream for stream in STREAMS if stream not in NOT_SIMULATED)
+OF_EPISODES: Final = (TURNS, ANSWERS)  # anybody writes them too
+WRITTEN: Final = tuple(stream for stream in STREAMS if stream not in (EVALUATIONS, NOTES, *OF_EPISODES))
 
 
 class Nemesis:
@@ -36,6 +36,7 @@ class Nemesis:
         self._launcher = launcher
         self._audits = 0
         self._user = asyncio.Lock()
+        self._of_episodes = OF_EPISODES if world.scenario.episodes else ()
         self._strikes: dict[str, Callable[[random.Random, Process], None]] = {
             "kill": self._kill,
             "term": self._term,
@@ -96,7 +97,7 @@ class Nemesis:
                 world.count("an acknowledgement was forgotten")
 
     def _full(self, dice: random.Random, process: Process) -> None:
-        stream = dice.choice(WRITTEN).name
+        stream = dice.choice(WRITTEN + self._of_episodes).name
         self._world.hub.full.add(stream)
         self._world.note(f"{stream} is full")
         self._world.later(self._while_s(dice, 2.0), self._make_room, stream)
@@ -142,7 +143,7 @@ class Nemesis:
             leases.remove(seq)
 
     def _garbage(self, dice: random.Random, process: Process) -> None:
-        log = self._world.hub.runs[RUN].logs[dice.choice(ANYBODY_WRITES).name]
+        log = self._world.hub.runs[RUN].logs[dice.choice(ANYBODY_WRITES + self._of_episodes).name]
         if log.stream.name not in self._world.hub.full:
             log.store("garbage" if log.stream.keyed else "", dice.randbytes(dice.randint(0, 40)), {})
 

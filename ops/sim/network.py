@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypeVar
 
 from bus.memory import MemoryBus
 from bus.port import Ack, BusFull, BusUnavailable, ConsumerInfo, Delivery, Entry, Fenced, StreamInfo, Subscription
-from bus.table import LEASES, PUBLISH_TIMEOUT_S, STREAM_OF, Consumer, Stream
+from bus.table import LEASES, PUBLISH_TIMEOUT_S, STREAM_OF, Consumer, Stream, progress_subject
 from ops.sim.world import RUN, Process
 from schemas import Batch, Message
 
@@ -192,6 +192,22 @@ class SimBus(MemoryBus):
         """See `Bus.beat`: nobody listens."""
         await self.process.ready()
 
+    async def tell(self, listener: str, what: Mapping[str, Any]) -> None:
+        """See `Bus.tell`: lost if either end is cut off."""
+        await self.process.ready()
+        if self.world.reaches(self.process):
+            self.world.loop.call_later(self.world.way_s(self.process), self._tell, listener, what)
+
+    def _tell(self, listener: str, what: Mapping[str, Any]) -> None:
+        self._spread(progress_subject(self.run, listener), what)
+
+    async def told(self, listener: str) -> AsyncIterator[dict[str, Any]]:
+        """See `Bus.told`."""
+        async for what in self._heard(progress_subject(self.run, listener)):
+            await self.process.ready()
+            if self.world.reaches(self.process):
+                yield what
+
     async def read(self, stream: Stream, start: int = 1) -> AsyncIterator[Entry]:
         """See `Bus.read`: in order, and late."""
         log, seq = self._log(stream), max(start, 1)
@@ -254,6 +270,8 @@ class _Delivery:
             if world.reaches(bus.process) and fate != "lost_ack":
                 world.note(f"{what} {self.entry.stream.name} {self.entry.seq}")
                 _run_now(effect())
+                if what == "ack":
+                    world.on_acknowledged(self.entry)
 
         if world.reaches(bus.process):
             bus.send(arrive)

@@ -50,6 +50,7 @@ AT_CALL: Final[dict[str, str]] = {
     "reward_fails": "the reward of a sample ends in a timeout, an error, or no number",
     "stop_at_write": "a process is stopped just before it stores a decision, and goes on later",
     "die_at_batch": "a process dies just after it stored a batch",
+    "episode_fails": "the function of an episode raises",
 }
 FAULTS: Final = TIMED | AT_CALL
 
@@ -87,6 +88,12 @@ class Scenario:
     rewarders: int = 1
     controllers: int = 1
     trainers: int = 1
+    episodes: int = 0  # workers that run them; 0: each prompt is answered once
+    at_once: int = 64  # episodes of one worker
+    replayable: bool = True  # an episode that runs again takes the answers that it had
+    per_turn: bool = False  # each turn is a sequence of its own
+    max_turns: int = 16
+    max_tokens: int | None = None  # of context and answer
     shared: bool = True  # controllers and reward workers in one process
     equal_share: float = 0.0  # of groups whose rewards are all equal
     token_s: float = 0.03
@@ -159,7 +166,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     dice = Dice(seed)
     recipe, speed, faults = dice("scenario/recipe"), dice("scenario/speed"), dice("scenario/faults")
-    weights = dice("scenario/weights")
+    weights, episodes = dice("scenario/weights"), dice("scenario/episodes")
     group_size = recipe.choice((1, 2, 2, 3, 4))
     scenario = Scenario(
         seed=seed,
@@ -202,10 +209,29 @@ def draw(seed: int) -> Scenario:
         faults=_draw_faults(faults),
     )
     corner = dice("scenario/corner")
-    return corner.choice((_unlike_answers, _rivals))(scenario) if corner.random() < CORNERS else scenario
+    if corner.random() < CORNERS:
+        return corner.choice((_unlike_answers, _rivals))(scenario)
+    return _of_episodes(scenario, episodes) if episodes.random() < EPISODES else scenario
 
 
 CORNERS: Final = 0.35  # share of the seeds that are led to where chance alone seldom gets
+EPISODES: Final = 0.4  # share of the others whose samples are made by episodes
+
+
+def _of_episodes(scenario: Scenario, dice: random.Random) -> Scenario:
+    """Answers are short, as an episode has several."""
+    return dataclasses.replace(
+        scenario,
+        episodes=dice.choice((1, 2, 2, 3)),
+        at_once=dice.choice((2, 8, 64)),
+        replayable=dice.random() < 0.8,
+        per_turn=dice.random() < 0.2,
+        max_turns=dice.choice((2, 3, 16, 16)),
+        max_tokens=dice.choice((None, None, 24, 48)),
+        max_new_tokens=min(scenario.max_new_tokens, 12),
+        mean_tokens=min(scenario.mean_tokens, 4),
+        token_s=min(scenario.token_s, 0.1),
+    )
 
 
 def _unlike_answers(scenario: Scenario) -> Scenario:
@@ -265,6 +291,7 @@ _RATES: Final[dict[str, tuple[float, ...]]] = {
     "crash_after": _CRASHES,
     "crash_at_disk": (0.01, 0.03, 0.1),
     "reward_fails": (0.03, 0.3, 0.95),
+    "episode_fails": (0.03, 0.3, 0.95),
     "stop_at_write": (0.01, 0.03, 0.1),
     "die_at_batch": (0.1, 0.3),
 }

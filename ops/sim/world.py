@@ -57,6 +57,7 @@ class Process:
         self.dead = False
         self.stopped = False
         self.cut_until_s = 0.0  # reaches the log again then
+        self.went_on_s = 0.0  # after it was last stopped
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.stop = asyncio.Event()  # SIGTERM
         self.handed_over: list[tuple[str, int]] = []  # sample ids and tokens that its engine returned unfinished
@@ -92,6 +93,7 @@ class Process:
     def go_on(self) -> None:
         """SIGCONT."""
         self.stopped = False
+        self.went_on_s = self.world.loop.time()
         held, self.held = self.held, []
         for call in held:
             self.context.copy().run(call)
@@ -197,6 +199,7 @@ class World:
         self.context = copy_context()
         self.on_stored: Callable[[Entry], None] = lambda entry: None
         self.on_given: Callable[[Process, Entry], None] = lambda process, entry: None
+        self.on_acknowledged: Callable[[Entry], None] = lambda entry: None
         self.on_killed: Callable[[Process], None] = lambda process: None
         self.on_stopped: Callable[[Process], None] = lambda process: None
         self.situations: Counter[str] = Counter()
