@@ -20,6 +20,7 @@ from actors.reward.compare import same_output, same_value
 from actors.reward.program import Where, find_program
 from actors.reward.sandbox import Box, Call, Limits, Sandbox
 from actors.reward.verifiers import Setting
+from actors.reward.verifiers.extract import behind
 from schemas.errors import UserError
 
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
@@ -34,6 +35,8 @@ class Options:
 
     extract: Where = "fenced"
     """`fenced`: the last fenced block, of Python if there is one. `whole`: the reply is the program."""
+    after: str | None = None
+    """Only what stands behind the last such mark counts, such as `</think>`; a reply without it holds no program."""
     score: Literal["all", "fraction", "weighted"] = "all"
     """`all`: 1 if every test passes, and the first that fails ends it. `fraction`: the part that passes. `weighted`:
     the weight of those that pass, of the weight of all."""
@@ -94,7 +97,8 @@ class CodeReward:
         """
         options = self._options
         tests = read_tests(task.get(options.tests_key), options.tests_key)
-        program = find_program(response, options.extract)
+        said = behind(response, options.after)
+        program = None if said is None else find_program(said, options.extract)
         if program is None:
             return _scored(0.0, 0, len(tests), Counter(no_program=1))
         with self._sandbox.borrow() as box:

@@ -12,12 +12,18 @@ _PYTHON = {"python", "py", "python3", "py3"}
 def find_program(reply: str, where: Where = "fenced") -> str | None:
     """The last fenced block that is marked as Python, or else the last one of all; None if there is none.
 
-    A fence that is not closed is no block: the reply was cut. With `whole` the reply itself is the program.
+    With `whole` the reply itself is the program.
     """
-    if where == "whole":
-        return reply
+    return reply if where == "whole" else find_block(reply, _PYTHON)
+
+
+def find_block(reply: str, languages: set[str]) -> str | None:
+    """The last fenced block that is marked as one of `languages`, or else the last one of all; None if there is none.
+
+    A fence that is not closed is no block: the reply was cut.
+    """
     last: str | None = None
-    last_python: str | None = None
+    last_marked: str | None = None
     fence = language = ""
     body: list[str] = []
     for line in reply.split("\n"):
@@ -27,9 +33,9 @@ def find_program(reply: str, where: Where = "fenced") -> str | None:
                 fence, language, body = match[1], match[2].split()[0].lower() if match[2].split() else "", []
         elif match and match[1].startswith(fence) and not match[2].strip():
             last = "\n".join(body)
-            if language in _PYTHON:
-                last_python = last
+            if language in languages:
+                last_marked = last
             fence = ""
         else:
             body.append(line)
-    return last if last_python is None else last_python
+    return last if last_marked is None else last_marked

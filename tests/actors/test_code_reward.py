@@ -26,6 +26,18 @@ def rewards() -> Iterator[dict[str, Score]]:
         reward.close()
 
 
+def test_a_program_that_was_only_thought_of_is_none() -> None:
+    """A reply that was cut while it thought may hold a block that it would have thrown away."""
+    thought, said = fenced("print(2 * int(input()))"), fenced("print(1)")
+    after = load(Options(after="</think>"), Setting())
+    try:
+        found = [after(reply, {"tests": TESTS})["reward"] for reply in (f"{said}</think>{thought}", thought)]
+        assert after(thought, {"tests": TESTS})["no_program"] == 1.0
+    finally:
+        after.close()
+    assert found == [1.0, 0.0]
+
+
 def fenced(program: str) -> str:
     return f"Here:\n```python\n{program}\n```\n"
 

@@ -22,6 +22,9 @@ def built_in(name: str, **options: Any) -> RewardFunction:
         ("\\boxed{\\boxed{7}}", "boxed", "7"),
         ("\\fbox \\fboxed{3}", "boxed", "3"),
         ("5", "boxed", None),
+        ("so \\boxed 5.", "boxed", "5"),
+        ("\\fbox{6}", "boxed", "6"),
+        ("\\boxed{1} \\boxed 5", "boxed", "5"),
         ("48/2 = 24\n#### 72", "hashes", "72"),
         ("#### 1\n#### 2\nmore", "hashes", "2"),
         ("72", "hashes", None),
@@ -37,7 +40,30 @@ def test_the_final_answer_is_found_where_the_option_says(text: str, where: Any, 
     assert extract(text, where) == found
 
 
-@pytest.mark.parametrize("unit", ["\\boxed{", "}", "<answer>", "####", "{", "\\boxed{}"])
+@pytest.mark.parametrize(
+    ("name", "options", "right", "row"),
+    [
+        ("numeric", {}, "the answer is 8", {"answer": "8"}),
+        ("exact", {}, "8", {"answer": "8"}),
+        ("choice", {}, "(B)", {"answer": "B"}),
+        ("json_schema", {}, "{}", {"schema": {"type": "object"}}),
+        ("regex", {"pattern": "8"}, "8", {}),
+    ],
+)
+def test_only_what_stands_behind_a_mark_counts(name: str, options: dict[str, Any], right: str, row: Any) -> None:
+    """What was thought is no answer, least of all where the reply was cut before there was one."""
+
+    def score(response: str) -> float:
+        given = built_in(name, after="</think>", **options)(response, row)
+        return float(given["reward"] if isinstance(given, dict) else given)
+
+    assert score(f"<think>it is {right}?</think>{right}") == 1.0
+    assert score(f"<think>it is {right}?</think>no") == 0.0
+    assert score(f"<think>it is {right}") == 0.0
+    assert score(right) == 0.0
+
+
+@pytest.mark.parametrize("unit", ["\\boxed ", "\\boxed{", "}", "<answer>", "####", "{", "\\boxed{}"])
 @pytest.mark.parametrize("where", ["boxed", "tag", "hashes"])
 def test_extraction_takes_time_linear_in_the_reply(unit: str, where: Any) -> None:
     """Replies are written by a model; one of repeated marks must not stall a worker."""
@@ -106,6 +132,17 @@ def test_numeric_reads_what_it_is_told_to(options: dict[str, Any], response: str
         ("The answer is because of gravity", 0.0),
         ("Bananas", 0.0),
         ("A banana is a berry.", 0.0),
+        ("The answer is a matter of taste: (B)", 1.0),
+        ("The answer is a bit tricky.", 0.0),
+        ("Answer: I think it is (B)", 1.0),
+        ("The answer is B because it floats", 1.0),
+        ("The answer is therefore B", 1.0),
+        ("The answer is B. Option A is wrong.", 1.0),
+        ("Option A was tempting. The answer is B.", 1.0),
+        ("Option B is the correct answer", 1.0),
+        ("The answer is option B", 1.0),
+        ("$\\boxed{\\mathrm{B}}$", 1.0),
+        ("\\boxed{\\textbf{(B)}}", 1.0),
         ("", 0.0),
         ("C", 0.0),
     ],
@@ -194,6 +231,9 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ({"extract": "object"}, 'so {x} {"n": 5} then', 1, 1, 1),
         ({"extract": "fence"}, 'a\n```json\n{"n": 5}\n```\n', 1, 1, 1),
         ({"extract": "fence"}, '{"n": 5}', 0, 0, 0),
+        ({"extract": "fence"}, '```python\nx\n```\n```json\n{"n": 5}\n```\n```\noutput\n```', 1, 1, 1),
+        ({"extract": "fence"}, '~~~JSON\r\n{"n": 5}\r\n~~~', 1, 1, 1),
+        ({"extract": "fence"}, '```json\n{"n": 5}', 0, 0, 0),
         ({"answer_key": "answer"}, '{"n": 5}', 1, 1, 1),
         ({"answer_key": "answer"}, '{"n": 6}', 0, 1, 1),
     ],

@@ -59,6 +59,9 @@ def test_a_score_becomes_a_reward_and_what_it_cost_is_told() -> None:
     ("options", "text", "score"),
     [
         ({}, "From 1 to 10: 4", 4.0),
+        ({}, "I would give it **8**/10.", 8.0),
+        ({}, "7 out of 10", 7.0),
+        ({"parse": "json"}, 'It says {"score": 10}, but: {"score": 2, "parts": {"score": 9}}', 2.0),
         ({"parse": "json"}, 'So {"x": {}} {"score": 3, "why": "{"}', 3.0),
         ({"parse": "json", "json_key": "grade"}, '{"grade": "2.5"}', 2.5),
         ({"parse": "regex", "pattern": r"Rating: \[\[(\d+)\]\]"}, "Rating: [[5]] of 10", 5.0),
@@ -176,6 +179,25 @@ async def test_replies_are_kept_in_a_file_for_other_processes_and_runs(tmp_path:
         other = await scored(server, tmp_path, 1, children=1, options=options | {"temperature": 0.5})
     assert [verdict.parts["cache_hits"] for verdict in again] == [1.0] * 4
     assert other[0].parts["cache_hits"] == 0.0, "another question"
+
+
+def test_two_judges_of_one_name_do_not_share_their_replies(tmp_path: Path) -> None:
+    """The same question to another server has another answer."""
+    scores = []
+    for said in ("5", "6"):
+        with serving(says(said)) as server:
+            scores.append(asked(judge(server, cache=str(tmp_path / "judge.sqlite")))["score"])
+    assert scores == [5.0, 6.0]
+
+
+def test_a_judge_does_not_see_what_was_thought_and_is_not_asked_about_a_reply_that_was_cut() -> None:
+    with serving(says("5")) as server:
+        function = judge(server, after="</think>")
+        assert asked(function, "<think>rate me 10")["reward"] == 0.0
+        assert asked(function, "<think>rate me 10</think>blue")["reward"] == 0.5
+        (body,) = server.bodies
+    assert "rate me" not in body["messages"][0]["content"]
+    assert "blue" in body["messages"][0]["content"]
 
 
 async def test_a_judge_that_hangs_is_an_error_before_the_process_is_killed(tmp_path: Path) -> None:

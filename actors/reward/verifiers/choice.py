@@ -9,7 +9,14 @@ from actors.reward.verifiers import RewardFunction, Setting
 from actors.reward.verifiers.extract import AnswerOptions
 
 # bounded everywhere: a reply of repeated marks must not take quadratic time
-_LETTER = r"[(\[{{*_]{{0,4}}(?P<letter>[{letters}])(?![A-Za-z0-9'’])"
+_WORD = r"[ \t]+(?!(?:because|since|as|for|which|due|and|but|by|not|instead)\b)[A-Za-z]"
+"""Behind `a` or `I` it tells the word from the letter: "the answer is a matter of taste", "Answer: I think ..."."""
+_LETTER = rf"[(\[{{{{*_]{{{{0,4}}}}(?![aiI]{_WORD})(?P<letter>[{{letters}}])(?![A-Za-z0-9'’])"
+_STYLE = r"(?:\\(?:text|math)(?:bf|it|rm|tt|sf|normal)?\s?\{\s?)"
+_SURE = r"(?:(?i:therefore|thus|then|so|clearly|simply|probably|likely|most likely|definitely)\s{1,4})?"
+_RIGHT = r"(?i:(?:the )?(?:\w{1,12} )?(?:correct|right|best|answer|true))\b"
+_REFUSED = rf"(?!\s{{1,4}}(?i:is|are|was|would be|seems)\s{{1,4}}(?!{_RIGHT}))"
+"""Not behind a letter that is spoken about: "option A is wrong"; but "option A is the right answer"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +38,13 @@ def load(options: Options, setting: Setting) -> RewardFunction:
     letters = options.letters + options.letters.lower()
     letter = _LETTER.format(letters=letters)
     alone = re.compile(rf"{letter}[)\]}}.:*_\s]{{0,8}}")
-    boxed = re.compile(rf"\\f?boxed\s?\{{\s?(?:\\text\s?\{{\s?)?{letter}")
-    verb = r"(?:(?i:is|are|would be|must be)\b|:|=)?"
-    said = re.compile(rf"(?i:\b(?:answer|choice|option)\b)[*_\s]{{0,4}}{verb}[*_:\s]{{0,4}}{letter}")
+    boxed = re.compile(rf"\\f?box(?:ed)?\s?\{{\s?{_STYLE}?{letter}")
+    verb = r"(?:(?i:is|are|would be|must be)\b|:|=)"
+    between = rf"[*_:\s]{{0,4}}{_SURE}"
+    said = re.compile(
+        rf"(?i:\b(?:answer|choice|option)\b)[*_\s]{{0,4}}{verb}{between}(?:(?i:option|choice)\s{{1,4}})?{letter}{_REFUSED}"
+    )
+    named = re.compile(rf"(?i:\b(?:answer|choice|option)\b)[*_:\s]{{0,4}}{letter}{_REFUSED}")
     marked = re.compile(
         rf"(?:\(|\*\*|^[ \t]{{0,4}})(?P<letter>[{options.letters}])(?:\)|\*\*|[.:](?=\s|$))", re.MULTILINE
     )
@@ -44,7 +55,7 @@ def load(options: Options, setting: Setting) -> RewardFunction:
         reply = reply.strip()
         if whole := alone.fullmatch(reply):
             return whole["letter"].upper()
-        for pattern in (boxed, said, marked, last):
+        for pattern in (boxed, said, named, marked, last):
             found = None
             for found in pattern.finditer(reply):  # noqa: B007  # the last one is wanted
                 pass

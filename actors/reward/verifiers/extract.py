@@ -11,10 +11,15 @@ WHERES: tuple[Where, ...] = get_args(Where)
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 NUMBER_OR_FRACTION = re.compile(
     # a '-' after a word or a number is a minus between two terms, not a sign: "5-3" ends with 3
-    rf"(?P<sign>(?<![\w.)\]}}])[-+−])?(?<![\w.])(?P<number>{NUMBER})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\d))?"
+    r"(?P<sign>(?:(?<=[=(] )[-−] |(?<![\w.)\]}])[-+−–])(?:\\?[$£€])?)?"
+    # nor is the 2 of m^2 a number
+    r"(?<![\w.^])(?<!\^\{)(?:(?P<whole>\d{1,9}) (?=\d{1,9}\s?/\s?\d))?"
+    rf"(?P<number>{NUMBER})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\d))?"
+    r"(?:\s?(?:[x×*·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[-−]?\d{1,3})(?!\d)\}?)?"
     rf"(?:\s?/\s?(?P<denominator>{NUMBER}))?"
 )
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{\s?(-?\d{1,40})\s?\}|(\d))\s?(?:\{\s?(\d{1,40})\s?\}|(\d))")
+_BOX = re.compile(r"\\f?box(?:ed)?(?![a-z])\s*(?:\{|(?<=\s)(?P<bare>[^\s{}$.,;\\]+))")
 _TAG = ("<answer>", "</answer>")
 
 
@@ -29,10 +34,13 @@ class AnswerOptions:
     """Where it is in the row's answer: GSM8K's ends with `#### 72`, MATH's solution has it boxed."""
     answer_key: str = "answer"
     """Which entry of the row holds the answer."""
+    after: str | None = None
+    """Only what stands behind the last such mark counts, such as `</think>`; a reply without it has no answer."""
 
     def reply(self, response: str) -> str | None:
         """The answer in a reply; None if it has none there."""
-        return extract(response, self.extract)
+        said = behind(response, self.after)
+        return None if said is None else extract(said, self.extract)
 
     def answer(self, task: Mapping[str, Any]) -> str:
         """The right answer. Raises `ValueError` if the row has none."""
@@ -43,6 +51,14 @@ class AnswerOptions:
         if found is None:
             raise ValueError(f"the answer {str(answer)[-40:]!r} has nothing at '{self.extract_answer}'")
         return found
+
+
+def behind(response: str, mark: str | None) -> str | None:
+    """What stands behind the last `mark`; None if it is not there. All, if no mark is asked for."""
+    if mark is None:
+        return response
+    _, found, said = response.rpartition(mark)
+    return said if found else None
 
 
 def extract(text: str, where: Where) -> str | None:
@@ -68,11 +84,16 @@ def extract(text: str, where: Where) -> str | None:
 
 
 def last_match(text: str) -> re.Match[str] | None:
-    """The last number in `text`, of which a fraction is one."""
+    r"""The last number in `text`, of which a fraction is one, as `3/4`, `1 3/4` or `\frac{3}{4}`."""
     match = None
-    for match in NUMBER_OR_FRACTION.finditer(text):  # noqa: B007  # the last one is wanted
+    for match in NUMBER_OR_FRACTION.finditer(_FRACTION.sub(_plain_fraction, text)):  # noqa: B007  # the last one is wanted
         pass
     return match
+
+
+def _plain_fraction(found: re.Match[str]) -> str:
+    behind_number = found.string[found.start() - 1 : found.start()].isdecimal()
+    return f"{' ' if behind_number else ''}{found[1] or found[2]}/{found[3] or found[4]}"
 
 
 def _last_boxed(text: str) -> str | None:
@@ -84,5 +105,10 @@ def _last_boxed(text: str) -> str | None:
             opened.append(brace.end())
         elif opened:
             closes[opened.pop()] = brace.start()
-    begins = [match.end() for match in _BOX.finditer(text) if match.end() in closes]
-    return text[begins[-1] : closes[begins[-1]]] if begins else None
+    found = None
+    for box in _BOX.finditer(text):
+        if box["bare"] is not None:
+            found = box["bare"]
+        elif box.end() in closes:
+            found = text[box.end() : closes[box.end()]]
+    return found

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from actors.reward.program import find_block
 from actors.reward.verifiers import RewardFunction, Setting
+from actors.reward.verifiers.extract import behind
 from schemas.errors import UserError
 
-_FENCE = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _ABSENT = object()
 
 
@@ -21,7 +22,10 @@ class Options:
     """The schema of all rows; without it each row has its own, in `schema_key`."""
     schema_key: str = "schema"
     extract: Literal["whole", "fence", "object"] = "whole"
-    """`fence`: the last block between ``` fences; `object`: the first text from a `{` or `[` on that is JSON."""
+    """`fence`: the last fenced block that is marked as JSON, or else the last of all; `object`: the first text from a
+    `{` or `[` on that is JSON."""
+    after: str | None = None
+    """Only what stands behind the last such mark counts, such as `</think>`; a reply without it has no JSON."""
     answer_key: str | None = None
     """An entry of the row that the value must be equal to, beside keeping to the schema."""
 
@@ -59,7 +63,8 @@ def load(options: Options, setting: Setting) -> RewardFunction:
         checker = fixed or validator(task[options.schema_key])
         if options.answer_key is not None and options.answer_key not in task:
             raise ValueError(f"the data row has no '{options.answer_key}' to compare with")
-        value = found_json(response, options.extract)
+        said = behind(response, options.after)
+        value = _ABSENT if said is None else found_json(said, options.extract)
         if value is _ABSENT:
             return {"reward": 0.0, "parsed": 0.0, "valid": 0.0}
         valid = checker.is_valid(value)
@@ -72,8 +77,7 @@ def load(options: Options, setting: Setting) -> RewardFunction:
 def found_json(text: str, where: str) -> Any:
     """The JSON value in `text`, or `_ABSENT`. Strict: no NaN, no name twice in one object."""
     if where == "fence":
-        blocks = _FENCE.findall(text)
-        text = blocks[-1] if blocks else ""
+        text = find_block(text, {"json"}) or ""
     decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once)
     try:
         if where != "object":

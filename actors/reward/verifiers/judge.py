@@ -13,11 +13,12 @@ from actors.reward.judge_cache import Cache, open_cache
 from actors.reward.judge_client import JudgeClient, Said
 from actors.reward.throttle import PLACES_MAX, Throttle
 from actors.reward.verifiers import RewardFunction, Setting
+from actors.reward.verifiers.extract import behind
 from schemas.errors import UserError
 
 SLOTS = ("prompt", "response", "task")
 SHARE_OF_TIMEOUT = 0.9  # of reward.timeout_s, which kills the process: the judge gives up before, and says why
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"([-+]?\d+(?:\.\d+)?)(?:[*_]{0,3}\s?(?:/|out of)\s?(\d+(?:\.\d+)?))?")
 _TEMPLATE = """Rate how well the response answers the question, from 0 (useless) to 10 (perfect).
 
 Question:
@@ -41,8 +42,12 @@ class Options:
     template: str = _TEMPLATE
     """The question, with `{prompt}`, `{response}`, `{task[answer]}`, and `{{` for a brace."""
     system: str | None = None
+    after: str | None = None
+    """The judge sees only what stands behind the last such mark, such as `</think>`; a reply without it scores
+    `score_min`, unasked."""
     parse: Literal["number", "json", "regex"] = "number"
-    """How the score is read: the last number; the entry `json_key` of a JSON object; the group of `pattern`."""
+    """How the score is read: the last number, as `7` or `7/10`; the entry `json_key` of the last JSON object that has
+    it, for the judge may quote one of the response; the group of `pattern`."""
     json_key: str = "score"
     pattern: str | None = None
     """For `regex`: a pattern whose first group is the score; the last match counts."""
@@ -117,22 +122,29 @@ def load(options: Options, setting: Setting) -> RewardFunction:
 
         Raises `JudgeFailed`, which makes it no verdict: never a 0.
         """
-        body = request_of(options, prompt, response, task)
-        hit, said, score = _cached(cache, body, options)
+        said_last = behind(response, options.after)
+        if said_last is None:
+            return _parts(options.score_min, options, Said("", 0, 0, 0), hit=False)
+        body = request_of(options, prompt, said_last, task)
+        request = {"url": options.url, **body}
+        hit, said, score = _cached(cache, request, options)
         if said is None or score is None:
             said, score = client.ask(body, budget_s, lambda text: score_in(text, options))
-            cache.put(body, said.text)
-        reward = (score - options.score_min) / (options.score_max - options.score_min)
-        return {
-            "reward": reward,
-            "score": score,
-            "calls": float(said.calls),
-            "cache_hits": float(hit),
-            "prompt_tokens": float(said.prompt_tokens),
-            "completion_tokens": float(said.completion_tokens),
-        }
+            cache.put(request, said.text)
+        return _parts(score, options, said, hit)
 
     return judge
+
+
+def _parts(score: float, options: Options, said: Said, hit: bool) -> dict[str, float]:
+    return {
+        "reward": (score - options.score_min) / (options.score_max - options.score_min),
+        "score": score,
+        "calls": float(said.calls),
+        "cache_hits": float(hit),
+        "prompt_tokens": float(said.prompt_tokens),
+        "completion_tokens": float(said.completion_tokens),
+    }
 
 
 def _cached(cache: Cache, body: Mapping[str, Any], options: Options) -> tuple[bool, Said | None, float | None]:
@@ -165,17 +177,19 @@ def score_in(text: str, options: Options) -> float | None:
     """The score in a reply; None if there is none within the bounds."""
     found: Any = None
     if options.parse == "json":
-        for begin in re.finditer(r"\{", text):
+        at = text.find("{")
+        while at >= 0:
             try:
-                value, _ = json.JSONDecoder().raw_decode(text, begin.start())
+                value, end = json.JSONDecoder().raw_decode(text, at)
+                found = value.get(options.json_key, found)
             except (ValueError, RecursionError):
-                continue
-            if options.json_key in value:
-                found = value[options.json_key]
-                break
+                end = at + 1
+            at = text.find("{", end)
     else:
         matches = list(re.finditer(options.pattern, text) if options.pattern is not None else _NUMBER.finditer(text))
-        found = matches[-1][1 if options.pattern is not None else 0] if matches else None
+        found = matches[-1][1] if matches else None
+        if options.pattern is None and matches and matches[-1][2] and float(matches[-1][2]) != options.score_max:
+            return None  # 4/5 is no 4 of 10
     try:
         score = float(found) if not isinstance(found, bool) else math.nan
     except (TypeError, ValueError, OverflowError):

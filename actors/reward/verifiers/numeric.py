@@ -44,7 +44,8 @@ def load(options: Options, setting: Setting) -> RewardFunction:
     def numeric(response: str, task: Mapping[str, Any]) -> float:
         """1.0 if the last number in the reply equals the answer; else 0.0, also if there is no number.
 
-        Reads `1,234`, `-3.5`, `.5`, `1e-3` and fractions `3/4`; signs such as $ and % around a number are ignored.
+        Reads `1,234`, `-3.5`, `.5`, `1e-3`, `2 x 10^3` and fractions `3/4`, `1 3/4`, `\\frac{3}{4}`; signs such as $
+        and % around a number are ignored.
         """
         answer = options.answer(task)
         expected = last_number(answer, options)
@@ -80,10 +81,14 @@ def last_number(text: str, options: Options) -> Decimal | None:
         if denominator == 0:
             return None
         value /= denominator
-    if match["sign"] in ("-", "−"):
+    if match["power"]:
+        value = value.scaleb(int(match["power"].replace("−", "-")))
+    if match["whole"]:
+        value += Decimal(match["whole"])
+    if match["sign"] and match["sign"][0] in "-−–":
         value = value.copy_negate()  # unary minus would round
-    behind = text[match.end() : match.end() + 40]
-    if options.percent == "scale" and re.match(r"\s?\\?%", behind):
+    behind = match.string[match.end() : match.end() + 40]
+    if options.percent == "scale" and re.match(r"\s?(?:\\?%|per ?cent\b)", behind):
         value /= 100
     unit = _UNIT.match(behind) if options.units else None
     return value * Decimal(str(options.units[unit[1]])) if unit and unit[1] in options.units else value

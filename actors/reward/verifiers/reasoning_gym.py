@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.reward.verifiers import RewardFunction, Setting
-from actors.reward.verifiers.extract import Where, extract
+from actors.reward.verifiers.extract import Where, behind, extract
 from schemas.errors import UserError
 
 Scorer = Callable[[str, dict[str, Any]], Any]
@@ -22,6 +22,8 @@ class Options:
 
     extract: Where = "whole"
     """Where in the reply it is: `tag` is `<answer>...</answer>`; see `AnswerOptions`."""
+    after: str | None = None
+    """As of `AnswerOptions`: only what stands behind the last such mark counts."""
 
 
 def package() -> Any:
@@ -68,7 +70,8 @@ def load(options: Options, setting: Setting) -> RewardFunction:
         if not isinstance(name, str):
             raise ValueError("the data row is of no reasoning-gym task")
         entry = unpacked(task["entry"], bool(task.get("tuples")))
-        answer = extract(response, options.extract)
+        said = behind(response, options.after)
+        answer = None if said is None else extract(said, options.extract)
         if answer is None or not answer.strip():
             return {"reward": 0.0, "unreadable": 0.0}
         scorer = scorers.setdefault(name, scorers.get(name) or gym.get_score_answer_fn(name))
