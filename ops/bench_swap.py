@@ -1,7 +1,8 @@
 """`rollstream bench swap`: how long new weights stop the worker that takes them, and whether they stop anybody else.
 
 Two workers decode without end, each held to a core of its own, as on machines of their own. One is given versions, as
-deltas in a directory; the other is not, and is watched meanwhile, and while weights are saved and evaluated beside it.
+deltas in a directory, once keeping its KV cache and once rebuilding it; the other is not, and is watched meanwhile, and
+while weights are saved and evaluated beside it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,44 @@ PUBLISHED = "bfloat16"
 LOOK_S = 0.002  # between two looks at the number of tokens
 WARM_S = 3.0
 PROMPT_TOKENS = 16
+NEW_TOKENS = 256
 CHANGED = 0.01  # share of the weights that a version changes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """One update: wall seconds in which no token came beyond those of a usual step, and of a worker at rest: reading
-    (fetching and verifying) and loading the same version in full."""
+    """One update: wall seconds in which no token came beyond those of a usual step; of these, writing the weights and
+    prefilling what runs; and of a worker at rest, reading (fetching and verifying) and loading the version in full.
+    """
 
+    on_update: str
     down_s: float
     writing_s: float
+    rebuilding_s: float
     read_s: float
     load_s: float
 
 
 async def bench_swap(
-    model: Path | None, updates: int, slots: int, on_update: str, dtype: str, seconds: float, out: Path | None
+    model: Path | None,
+    updates: int,
+    slots: int,
+    on_update: Sequence[str],
+    dtype: str,
+    seconds: float,
+    out: Path | None,
 ) -> int:
-    """Measure, print the table, write it to `out`. Raises `UserError` if a worker fails, or there is one core only."""
+    """Measure, print the table, write it to `out`. `on_update` are the ways to be measured, one after another.
+
+    Raises `UserError` if a worker fails, or there is one core only.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise UserError("Two workers need a core each, and this machine has one.", "Run it on another machine.")
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="rollstream-bench-") as folder:
         place = Path(folder)
+        name = model.resolve().name if model is not None else "SmolLM2-135M"
         if model is None:
             from ops.bench_engines import smollm2
 
@@ -63,7 +78,8 @@ async def bench_swap(
             model = smollm2(place / "model")
         say(f"publishing {updates} versions")
         _publish_versions(model, place, updates)
-        spec = {"model": str(model), "slots": slots, "on_update": on_update, "dtype": dtype, "seconds": seconds}
+        spec = {"name": name, "model": str(model), "slots": slots, "on_update": list(on_update), "dtype": dtype}
+        spec |= {"seconds": seconds}
         (place / "spec.json").write_text(json.dumps(spec))
         arguments = ("ops.bench_swap", folder)
         taking = command((*arguments, "takes", str(cores[0])), place / "takes.txt")
@@ -83,24 +99,34 @@ def report(swaps: Sequence[Swap], rates: Mapping[str, float], spec: Mapping[str,
         "",
         f"`rollstream bench swap` on {machine}.",
         "",
-        f"{Path(spec['model']).name} in {spec['dtype']}, published in {PUBLISHED}, {spec['slots']} sequences at once, "
-        f"on_update {spec['on_update']}. A worker is down from the "
-        "last token under the old weights to the first under the new ones, less a usual step. Reading and loading are "
-        "those of the same version by a worker that decodes nothing.",
+        f"{spec['name']} in {spec['dtype']}, published in {PUBLISHED}, {spec['slots']} sequences at once, each of "
+        f"{PROMPT_TOKENS} + {NEW_TOKENS} tokens. A worker is down from the last token under the old weights to the "
+        "first under the new ones, less a usual step: for writing, and with `recompute` for the prefill of all that "
+        "runs, which is work of the size of the answers and not of the weights. Reading and loading are those of the "
+        "same version by a worker that decodes nothing.",
         "",
-        "| update | down, s | of which writing and prefilling, s | read, s | load, s | down / (read + load) |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| on_update | update | down, s | writing, s | prefilling, s | read, s | load, s | down / (read + load) |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for number, swap in enumerate(swaps, 1):
-        ratio = swap.down_s / (swap.read_s + swap.load_s)
-        values = " | ".join(f"{value:.3f}" for value in dataclasses.astuple(swap))
-        lines.append(f"| {number} | {values} | {ratio:.2f} |")
-    ratio = mean([swap.down_s for swap in swaps]) / mean([swap.read_s + swap.load_s for swap in swaps])
-    lines += ["", f"Mean: **{ratio:.2f}**.", "", "The other worker:", "", "| meanwhile | tokens/s | of undisturbed |"]
+    ways = {way: [swap for swap in swaps if swap.on_update == way] for way in spec["on_update"]}
+    for way, of_way in ways.items():
+        for number, swap in enumerate(of_way, 1):
+            values = " | ".join(f"{value:.3f}" for value in dataclasses.astuple(swap)[1:])
+            lines.append(f"| {way} | {number} | {values} | {_ratio([swap]):.2f} |")
+    lines += ["", "Down, over reading and loading, in the mean:", "", "| on_update | all | without prefilling |"]
+    lines.append("|---|--:|--:|")
+    for way, of_way in ways.items():
+        unfilled = [dataclasses.replace(swap, down_s=max(0.0, swap.down_s - swap.rebuilding_s)) for swap in of_way]
+        lines.append(f"| {way} | **{_ratio(of_way):.2f}** | {_ratio(unfilled):.2f} |")
+    lines += ["", "The other worker:", "", "| meanwhile | tokens/s | of undisturbed |"]
     lines.append("|---|--:|--:|")
     undisturbed = rates["nothing"]
     lines += [f"| {what} | {rate:.1f} | {rate / undisturbed:.3f} |" for what, rate in rates.items()]
     return "\n".join(lines) + "\n"
+
+
+def _ratio(swaps: Sequence[Swap]) -> float:
+    return mean([swap.down_s for swap in swaps]) / mean([swap.read_s + swap.load_s for swap in swaps])
 
 
 def _publish_versions(model: Path, place: Path, updates: int) -> None:
@@ -138,13 +164,15 @@ class _Worker:
         self.times: list[tuple[float, int]] = []  # (monotonic seconds, tokens so far), whenever there were more
         events = json.loads((place / "events.json").read_text())
         self.events = [WeightVersion.unpacked(fields) for fields in events]
-        self.engine = self._engine()
+        self.engine = self.engine_for(self.spec["on_update"][0])
 
-    def _engine(self) -> ThreadedEngine:
+    def engine_for(self, on_update: str) -> ThreadedEngine:
+        """An engine that takes updates in this way, and holds version 0."""
         from actors.rollout.threaded import ThreadedEngine
         from actors.rollout.torch_engine import Decoder
 
-        config = RolloutConfig(slots=self.spec["slots"], on_update=self.spec["on_update"], dtype=self.spec["dtype"])
+        fields = {"slots": self.spec["slots"], "on_update": on_update, "dtype": self.spec["dtype"]}
+        config = RolloutConfig.model_validate(fields)
         return ThreadedEngine(Decoder.from_pretrained(self.spec["model"], config, version=0))
 
     def reader(self, name: str) -> WeightReader:
@@ -180,8 +208,10 @@ class _Worker:
         prompt = tuple(5 + (slot + place) % 50 for place in range(PROMPT_TOKENS))  # any model has these tokens
         number = 0
         while True:
-            number += 1
-            await self.engine.generate(Request(f"{slot}-{number}", prompt, Sampling(256), seed=1000 * slot + number))
+            number += 1  # the first ones are of all lengths, lest all begin and end together
+            new = NEW_TOKENS if number > 1 else NEW_TOKENS * (slot + 1) // self.spec["slots"]
+            sampling = Sampling(max(1, new))
+            await self.engine.generate(Request(f"{slot}-{number}", prompt, sampling, seed=1000 * slot + number))
 
     async def _look(self) -> None:
         while True:
@@ -202,25 +232,34 @@ class _Worker:
 
 
 async def _takes(worker: _Worker) -> list[Swap]:
-    """Take one version after another; then do the same at rest."""
-    downs: list[tuple[float, float]] = []
-    reader = worker.reader("decoding")
-    async with worker.decoding():
-        (worker.place / "began").touch()
-        await asyncio.sleep(worker.spec["seconds"])  # undisturbed, for the other one
-        usual = statistics.median(worker.gaps(time.monotonic() - worker.spec["seconds"], time.monotonic()))
-        (worker.place / "updating").touch()
-        for event in worker.events[1:]:
-            writing = worker.engine.stats().swapping_s
-            local = await reader.fetch(event)
-            began = time.monotonic()
-            await worker.engine.update(event.version, local.path)
-            await asyncio.sleep(10 * usual + 2 * LOOK_S)
-            down_s = max(worker.gaps(began - usual, time.monotonic())) - usual
-            downs.append((max(0.0, down_s), worker.engine.stats().swapping_s - writing))
-        (worker.place / "updated").touch()
-    reader.close()
-    return [Swap(*down, *await _at_rest(worker, version)) for version, down in enumerate(downs, 1)]
+    """Take one version after another, in each of the ways; then do the same at rest."""
+    downs: list[tuple[int, tuple[str, float, float, float]]] = []
+    for way in worker.spec["on_update"]:
+        worker.engine = worker.engine_for(way)
+        reader = worker.reader(f"decoding-{way}")
+        async with worker.decoding():
+            if not downs:  # undisturbed, for the other one
+                (worker.place / "began").touch()
+                await asyncio.sleep(worker.spec["seconds"])
+            (worker.place / f"updating-{way}").touch()
+            downs += [(event.version, (way, *await _take(worker, reader, event))) for event in worker.events[1:]]
+            (worker.place / f"updated-{way}").touch()
+        reader.close()
+    at_rest = {event.version: await _at_rest(worker, event.version) for event in worker.events[1:]}
+    return [Swap(*down, *at_rest[version]) for version, down in downs]
+
+
+async def _take(worker: _Worker, reader: WeightReader, event: WeightVersion) -> tuple[float, float, float]:
+    """Seconds in which no token came, and of these the writing and the prefilling."""
+    usual = statistics.median(worker.gaps(time.monotonic() - WARM_S, time.monotonic()))
+    before = worker.engine.stats()
+    local = await reader.fetch(event)
+    began = time.monotonic()
+    await worker.engine.update(event.version, local.path)
+    await asyncio.sleep(10 * usual + 2 * LOOK_S)
+    down_s, after = max(worker.gaps(began - usual, time.monotonic())) - usual, worker.engine.stats()
+    rebuilding_s = after.rebuilding_s - before.rebuilding_s
+    return max(0.0, down_s), after.swapping_s - before.swapping_s - rebuilding_s, rebuilding_s
 
 
 async def _at_rest(worker: _Worker, version: int) -> tuple[float, float]:
@@ -244,8 +283,12 @@ async def _watched(worker: _Worker) -> dict[str, float]:
     """Tokens a second: undisturbed, while the other one takes versions, saves a checkpoint, and evaluates."""
     rates: dict[str, float] = {}
     async with worker.decoding():
-        rates["nothing"] = await _during(worker, "began", "updating")
-        rates["the other worker takes new weights"] = await _during(worker, "updating", "updated")
+        ways = worker.spec["on_update"]
+        rates["nothing"] = await _during(worker, "began", f"updating-{ways[0]}")
+        for way in ways:
+            rates[f"the other worker takes new weights, {way}"] = await _during(
+                worker, f"updating-{way}", f"updated-{way}"
+            )
         rates["weights and optimizer are saved"] = await _during(worker, "saving", "saved")
         rates["the weights are evaluated"] = await _during(worker, "saved", "evaluated")
     return rates
@@ -272,7 +315,7 @@ async def _disturb(worker: _Worker) -> None:
     for step in _for(worker.spec["seconds"]):
         await asyncio.to_thread(save, worker.place / "checkpoints", step, state)
     (worker.place / "saved").touch()
-    worker.engine = worker._engine()
+    worker.engine = worker.engine_for(worker.spec["on_update"][0])
     async with worker.decoding():
         await asyncio.sleep(worker.spec["seconds"])
     (worker.place / "evaluated").touch()

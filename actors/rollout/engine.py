@@ -116,7 +116,8 @@ class EngineStats:
     """A reading of the engine. Counts and seconds (wall clock) are totals since it was made.
 
     `running` sequences are in the batch, `waiting` ones have no slot yet. `busy_s` is time spent in prefill and decode,
-    `swapping_s` time spent in loading weights and rebuilding caches.
+    `swapping_s` time spent in loading weights and rebuilding caches; `rebuilding_s`, of that the caches, is 0 where the
+    engine prefills as part of its decoding.
     Of the tokens that samples begin with, `prefill_tokens` went through the model, and `cached_tokens` were spared
     that by a cache that they share with others.
     """
@@ -129,6 +130,7 @@ class EngineStats:
     swapping_s: float
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    rebuilding_s: float = 0.0
 
 
 class Engine(Protocol):

@@ -173,6 +173,7 @@ class ThreadedEngine:
             swapping_s=decoder.swapping_s,
             prefill_tokens=decoder.prefill_tokens,
             cached_tokens=decoder.cached_tokens,
+            rebuilding_s=decoder.rebuilding_s,
         )
 
     # In the loop

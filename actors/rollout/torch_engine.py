@@ -69,6 +69,7 @@ class Decoder:
         self.forward_passes = 0
         self.busy_s = 0.0
         self.swapping_s = 0.0
+        self.rebuilding_s = 0.0  # of that
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(ATTENTION)
         self._model: Any = model.train(False)  # its classes are typed only in part
@@ -205,8 +206,10 @@ class Decoder:
         with self._lock:
             self._rows.close_segments(self.version)
             self.version = version
+        written = time.perf_counter()
         if self.config.on_update == "recompute":
             self._prefill(0)
+            self.rebuilding_s += time.perf_counter() - written
         self.swapping_s += time.perf_counter() - started
 
     def _leave(self, leaving_N: NDArray[np.bool_]) -> None:

@@ -222,8 +222,9 @@ def bench_swap(
     updates: Annotated[int, typer.Option("--updates", min=1, help="Versions that one worker takes.")] = 8,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences that each worker decodes together.")] = 16,
     on_update: Annotated[
-        Literal["recompute", "keep"], typer.Option("--on-update", help="Keep the KV cache, or rebuild it.")
-    ] = "keep",
+        Literal["both", "keep", "recompute"],
+        typer.Option("--on-update", help="Keep the KV cache, or rebuild it; by default one after the other."),
+    ] = "both",
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option("--dtype", help="Of the workers' weights.")
     ] = "float32",
@@ -239,4 +240,5 @@ def bench_swap(
     """
     from ops import bench_swap as command
 
-    finish(command.bench_swap(model, updates, slots, on_update, dtype, seconds, out))
+    ways = ["keep", "recompute"] if on_update == "both" else [on_update]
+    finish(command.bench_swap(model, updates, slots, ways, dtype, seconds, out))
