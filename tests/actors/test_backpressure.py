@@ -86,14 +86,14 @@ async def running(bus: MemoryBus, generating: Any, scoring: Any, **config: Any) 
         stop.set()
         for task in tasks:
             task.cancel()
-        await asyncio.wait([leading, *tasks], timeout=10)
+        await asyncio.wait([leading, *tasks], timeout=30)
         leading.result()
 
 
 async def settles(bus: MemoryBus, controller: Controller, why: str, holds: Callable[[], bool]) -> None:
     """It comes to stand where `holds`; then its queues stay as they are, and it says why it waits."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (holds() and controller.gauges.state == f"waiting for {why}"):
                 await asyncio.sleep(0.01)
     assert holds(), controller._read_gauges()
@@ -138,7 +138,7 @@ async def test_a_trainer_that_is_slow_finds_one_batch_ahead_and_no_more(bus: Mem
         assert (await bus.info(PROMPTS)).last_seq == in_training + _in_flight(controller)
         assert controller.core.in_flight <= controller.core.pace.limit <= 2 * BATCH
         await bus.publish(weights(1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await bus.info(BATCHES)).last_seq < 3:
                 await asyncio.sleep(0.01)
 

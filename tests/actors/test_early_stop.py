@@ -229,7 +229,7 @@ async def run_worker(bus: MemoryBus, worker: RolloutWorker, rollouts: int) -> li
     stop = asyncio.Event()
     running = asyncio.create_task(worker.run(stop))
     found: list[Rollout] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for entry in bus.read(ROLLOUTS):
             message = entry.message()
             assert isinstance(message, Rollout)
@@ -266,5 +266,5 @@ async def test_a_predicate_that_fails_ends_the_worker_with_what_to_do(bus: Memor
         NoWeights(), "rollout-0", early(lambda text: bool(1 / 0)),
     )  # fmt: skip
     with pytest.raises(UserError, match="stop_early"):
-        await asyncio.wait_for(worker.run(asyncio.Event()), 10)
+        await asyncio.wait_for(worker.run(asyncio.Event()), 30)
     assert (await bus.info(WEIGHTS)).messages == 0

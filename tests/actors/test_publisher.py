@@ -150,7 +150,7 @@ async def test_what_keeps_a_version_from_being_published_reaches_the_trainer(bus
     writer.error = OSError(28, "No space left on device")
     to_publish = publisher(bus, writer)
     await publish(to_publish, range(1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await to_publish.failed.wait()
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):

@@ -27,14 +27,15 @@ from tests.actors.tiny_model import CONTEXT, VOCAB, make_model, save_weights, se
 TOLERANCE = 1e-4  # nats, float32
 
 
-class SlowDecoder(Decoder):
-    """Takes its time over a step, as a larger model does, so that a test can act in mid-answer."""
+class HeldDecoder(Decoder):
+    """Makes no more tokens once an answer has `most`, so that a test can act in mid-answer, however slow it is."""
 
-    step_s = 0.004
+    most = CONTEXT
 
     def step(self) -> list[tuple[int, Generation]]:
-        if self.running:
-            time.sleep(self.step_s)
+        if any(len(generation.tokens) >= self.most for generation in self.snapshot()):
+            time.sleep(0.001)
+            return []
         return super().step()
 
 
@@ -47,7 +48,7 @@ def batch(count: int, new: int = 30) -> list[Request]:
 
 
 @asynccontextmanager
-async def serving(version: int = 0, seed: int = 0, kind: type[Decoder] = SlowDecoder, **config) -> AsyncIterator:
+async def serving(version: int = 0, seed: int = 0, kind: type[Decoder] = HeldDecoder, **config) -> AsyncIterator:
     engine = ThreadedEngine(kind(make_model(seed=seed), RolloutConfig(**{"slots": 8, **config}), version))
     await engine.start()
     try:
@@ -71,16 +72,25 @@ def ready(weights: ReadWeights, *_: object) -> ReadWeights:
     return weights
 
 
-def grown(engine: Engine, tokens: int) -> Callable[[], bool]:
-    return lambda: any(len(generation.tokens) >= tokens for generation in engine.snapshot())
+def hold(engine: ThreadedEngine, tokens: int = CONTEXT) -> None:
+    """Let answers grow to so many tokens at most; by default let them end."""
+    engine._decoder.most = tokens
+
+
+async def grown(engine: ThreadedEngine, tokens: int) -> None:
+    """An answer has so many tokens, and no more come before `hold` allows them."""
+    hold(engine, tokens)
+    await until(lambda: any(len(generation.tokens) >= tokens for generation in engine.snapshot()))
 
 
 async def test_requests_beyond_the_slots_wait_their_turn_and_all_finish():
     """More samples than slots is the normal state of a busy worker."""
     async with serving(slots=4) as engine:
+        hold(engine, 2)
         tasks = launch(engine, batch(11, new=5))
         await until(lambda: engine.stats().running == 4)
         assert engine.stats().waiting == 7
+        hold(engine)
         done = await asyncio.gather(*tasks)
         stats = engine.stats()
     assert [generation.sample_id for generation in done] == [f"r{i}" for i in range(11)]
@@ -100,26 +110,34 @@ async def test_a_batch_that_arrives_together_starts_together():
 
 async def test_the_loop_is_free_while_a_long_step_runs():
     """Heartbeats and acknowledgements share the loop with generation; a forward of seconds must not delay them."""
-    async with serving() as engine:
-        engine._decoder.step_s = 0.5
+    stepping, allowed = threading.Event(), threading.Event()
+
+    class LongDecoder(Decoder):
+        def step(self) -> list[tuple[int, Generation]]:
+            if self.running:
+                stepping.set()
+                assert allowed.wait(20), "the loop waited for the step"
+            return super().step()
+
+    async with serving(kind=LongDecoder) as engine:
         task = asyncio.create_task(engine.generate(request(new=2)))
-        await until(lambda: engine.stats().running == 1)
-        longest = 0.0
-        while not task.done():
-            before = time.perf_counter()
-            engine.snapshot()
+        await until(stepping.is_set)
+        for _ in range(50):
+            assert [generation.tokens for generation in engine.snapshot()] == [()]
             await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - before)
-        assert longest < 0.3
+        allowed.set()
+        assert len((await task).tokens) == 2
 
 
 async def test_an_idle_engine_uses_no_processor():
     """A worker waits for prompts most of the time when the learner is the slower side."""
     async with serving() as engine:
         await engine.generate(request(new=2))
-        before = time.process_time()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "rollstream-decoder"]
+        clock = time.pthread_getcpuclockid(thread.ident)
+        before = time.clock_gettime(clock) + time.thread_time()
         await asyncio.sleep(0.3)
-        assert time.process_time() - before < 0.1
+        assert time.clock_gettime(clock) + time.thread_time() - before < 0.1
 
 
 async def test_updates_interrupt_running_samples_between_tokens(tmp_path):
@@ -127,9 +145,10 @@ async def test_updates_interrupt_running_samples_between_tokens(tmp_path):
     async with serving(on_update="recompute") as engine:
         tasks = launch(engine, batch(5))
         for version in (1, 2):
-            await until(grown(engine, version * 8))
+            await grown(engine, version * 8)
             await engine.update(version, save_weights(tmp_path / f"{version}.safetensors", seed=version))
             assert engine.version == version
+        hold(engine)
         done = await asyncio.gather(*tasks)
         assert engine.stats().swapping_s > 0
     models = {version: make_model(seed=version) for version in (0, 1, 2)}
@@ -143,7 +162,7 @@ async def test_samples_go_on_while_new_weights_are_read(tmp_path):
     """Reading a large model takes seconds; only writing it into memory stops the decoding."""
     allowed = threading.Event()
 
-    class SlowReader(SlowDecoder):
+    class SlowReader(HeldDecoder):
         def read(self, *of):
             assert allowed.wait(20)
             return super().read(*of)
@@ -151,10 +170,11 @@ async def test_samples_go_on_while_new_weights_are_read(tmp_path):
     async with serving(kind=SlowReader) as engine:
         (running,) = launch(engine, [request(new=40)])
         updating = asyncio.create_task(engine.update(1, save_weights(tmp_path / "1.safetensors", seed=1)))
-        await until(grown(engine, 10))
+        await grown(engine, 10)
         assert engine.version == 0
         allowed.set()
         await updating
+        hold(engine)
         assert engine.version == 1
         assert engine.stats().swapping_s > 0
         assert [version for version, _ in (await running).segments] == [0, 1]
@@ -167,8 +187,11 @@ async def test_drain_finishes_with_the_old_weights_and_starts_nothing(tmp_path):
         read = engine._decoder.read(path)
         engine._decoder.read = partial(ready, read)  # what may begin while it is read is no matter
         tasks = launch(engine, [request("short", new=8), *batch(4, new=20)])
-        await until(grown(engine, 4))
-        await engine.update(1, path)
+        await grown(engine, 4)
+        updating = asyncio.create_task(engine.update(1, path))
+        await until(lambda: bool(engine._updates))
+        hold(engine)
+        await updating
         assert [task.done() for task in tasks] == [True, True, True, False, False]
         done = await asyncio.gather(*tasks)
     assert [generation.segments for generation in done] == [((0, 8),), ((0, 20),), ((0, 20),), ((1, 20),), ((1, 20),)]
@@ -181,7 +204,7 @@ async def test_a_hand_over_returns_everything_and_another_engine_finishes_it():
         undisturbed = await asyncio.gather(*launch(engine, wanted))
     async with serving(slots=4) as engine:
         tasks = launch(engine, wanted)
-        await until(grown(engine, 6))
+        await grown(engine, 6)
         seen = {generation.sample_id: generation for generation in engine.snapshot()}
         await engine.hand_over()
         handed = await asyncio.gather(*tasks)
@@ -209,9 +232,11 @@ async def test_cancelling_a_call_frees_its_slot():
     """A sample that was dropped elsewhere must not hold a slot to its end."""
     async with serving(slots=1) as engine:
         running, waiting, last = launch(engine, [request("a", 90), request("b", 90), request("c", 3)])
-        await until(grown(engine, 2))
+        await grown(engine, 2)
         waiting.cancel()
         running.cancel()
+        await asyncio.wait([waiting, running])
+        hold(engine)
         assert (await last).sample_id == "c"
         assert engine.stats().tokens_generated < 90
         assert (engine.stats().running, engine.stats().waiting) == (0, 0)
@@ -232,7 +257,8 @@ async def test_unreadable_weights_fail_the_update_and_nothing_else(tmp_path):
     """The announcement may outlive the bytes; the worker can fetch again while its samples go on."""
     async with serving() as engine:
         task = asyncio.create_task(engine.generate(request()))
-        await until(grown(engine, 3))
+        await grown(engine, 3)
+        hold(engine)
         with pytest.raises(WeightsError, match="cannot read"):
             await engine.update(1, tmp_path / "gone.safetensors")
         assert (await task).segments == ((0, 30),)
@@ -242,8 +268,9 @@ async def test_a_failure_of_the_decoder_reaches_every_caller():
     """A dead thread with callers that wait for ever is the worst kind of outage."""
     async with serving(slots=2) as engine:
         tasks = launch(engine, batch(4))
-        await until(grown(engine, 3))
+        await grown(engine, 3)
         engine._decoder._model.get_output_embeddings().weight.data.fill_(float("nan"))
+        hold(engine)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, NonFiniteLogitsError) for result in results)
         with pytest.raises(NonFiniteLogitsError):
@@ -256,7 +283,7 @@ async def test_closing_hands_over_and_ends_the_thread():
     """Shutdown must neither lose a running sample nor hang on one; `serving` checks that no thread is left."""
     async with serving() as engine:
         task = asyncio.create_task(engine.generate(request()))
-        await until(grown(engine, 3))
+        await grown(engine, 3)
         await asyncio.gather(engine.close(), engine.close())
         assert (await task).finish is None
         with pytest.raises(EngineClosedError):

@@ -70,5 +70,5 @@ async def test_a_log_that_does_not_answer_is_not_waited_for(
     bus = kind("run", MemoryHub())
     await bus.setup()
     await bus.publish(evaluation(10, 0.5))
-    judged = await asyncio.wait_for(Evaluations(bus, EVERY).judged([20]), 5.0)
+    judged = await asyncio.wait_for(Evaluations(bus, EVERY).judged([20]), 20.0)
     assert (judged.scores, judged.at_work) == ({10: 0.5}, frozenset())

@@ -56,7 +56,7 @@ async def test_it_reads_what_the_port_reads(bus: JetStreamBus, server: NatsServe
 
 
 async def test_an_empty_stream_ends_at_once(bus: JetStreamBus, server: NatsServer) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         assert await in_bulk(server, PROMPTS) == []
 
 
@@ -104,7 +104,7 @@ async def test_it_leaves_no_consumer_behind(bus: JetStreamBus, server: NatsServe
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         while (await bus._api(f"CONSUMER.NAMES.{stream_name(RUN, PROMPTS)}"))["consumers"] != ["rollout"]:
             await asyncio.sleep(0.01)
 
@@ -165,4 +165,4 @@ async def test_a_server_that_talks_nonsense_neither_hangs_nor_crashes_us(monkeyp
             began = time.monotonic()
             with pytest.raises(BusUnavailable):
                 _ = [entry async for entry in bulk.read(url, RUN, PROMPTS, 1, 5)]
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 10.0

@@ -122,7 +122,7 @@ async def test_a_follower_waits_for_more_and_ends_with_the_run(monkeypatch: pyte
     log.put(step(2))
     log.put(Control(action="stop", nonce="end"))
     log.put(evaluation(2))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await following == 5
 
 
@@ -201,7 +201,7 @@ async def test_a_run_writes_its_metrics_beside_and_a_resumed_one_goes_on(bus: Me
     path = tmp_path / "metrics.jsonl"
     async with written_beside(bus, MetricsConfig(), tmp_path, RECIPE):
         await bus.publish(step(0))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not path.exists() or not path.read_text():
                 await asyncio.sleep(0.01)
         await bus.publish(step(1))
@@ -229,7 +229,7 @@ async def test_a_sink_that_cannot_be_written_ends_no_run_and_is_tried_again(
     monkeypatch.setattr(JsonLines, "write", full_once)
     async with written_beside(bus, MetricsConfig(), tmp_path, RECIPE, again_s=0.01):
         await bus.publish(step(0))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while failures or not lines(tmp_path / "metrics.jsonl"):
                 await asyncio.sleep(0.01)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1

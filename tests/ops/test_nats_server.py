@@ -18,6 +18,7 @@ from bus.table import CONTROL
 from ops import nats_server
 from ops.nats_server import NatsServer, find_binary, url_of
 from schemas import Control, UserError
+from tests.actors.test_reward_pool import alive
 
 REPOSITORY = Path(nats_server.__file__).parents[1]
 
@@ -105,7 +106,7 @@ async def test_a_server_that_dies_is_started_again(server: NatsServer) -> None:
     for _ in range(2):
         died = server.pid
         os.kill(died, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while server.pid in (0, died):
                 await asyncio.sleep(0.01)
         assert await count(server.url) == 1
@@ -116,14 +117,14 @@ async def test_a_server_that_hangs_is_killed_and_started_again(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives and its port is open, so that only a greeting that does not come tells it."""
-    monkeypatch.setattr(nats_server, "PROBE_S", 0.1)
+    monkeypatch.setattr(nats_server, "PROBE_S", 0.3)
     await write(server.url, "a")
     supervising = asyncio.create_task(server.supervise())
-    await asyncio.sleep(0.5)  # a sound one is left alone
+    await asyncio.sleep(1.5)  # a sound one is left alone
     hung = server.pid
     assert hung
     os.kill(hung, signal.SIGSTOP)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while server.pid in (0, hung):
             await asyncio.sleep(0.01)
     assert await count(server.url) == 1
@@ -149,7 +150,7 @@ async def test_supervision_ends_with_stop(tmp_path: Path) -> None:
     supervising = asyncio.create_task(server.supervise())
     await asyncio.sleep(0.06)
     await server.stop()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await supervising
     assert server.pid == 0
     await server.stop()  # twice does no harm
@@ -191,8 +192,8 @@ def test_no_server_survives_its_parent(tmp_path: Path, hung: bool) -> None:
         again = NatsServer()
         asyncio.run(again.start(tmp_path))
         asyncio.run(again.stop())
-    until_s = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    until_s = time.monotonic() + 30
+    while alive(pid):
         assert time.monotonic() < until_s, "the server outlived its parent"
         time.sleep(0.01)
     again = NatsServer()

@@ -39,7 +39,7 @@ async def told(bus: Bus, *answers: dict[str, Any] | None) -> tuple[list[str], bo
 
     beating = asyncio.create_task(beat())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await reload(bus, answer_s=1.0, listen_s=0.1)
     finally:
         beating.cancel()

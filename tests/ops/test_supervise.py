@@ -61,7 +61,7 @@ class Watched:
         """End the process; whether another one was started, and not the run ended."""
         count = len(self.spawned)
         self.spawned[-1].exitcode = status
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.spawned) == count and not self.watching.done():
                 await asyncio.sleep(0.001)
         return not self.watching.done()
@@ -160,7 +160,7 @@ def test_a_temporary_folder_too_deep_for_a_socket_is_told_before_anything_starts
 async def test_a_start_that_the_fork_server_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be killed as any other, and whoever is being started then has done nothing wrong."""
     watched = await Watched().start(monkeypatch, failures=FAILURES_MAX - 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not watched.spawned:
             await asyncio.sleep(0.001)
     watched.spawned[-1].exitcode = EXIT_DONE
@@ -201,7 +201,7 @@ async def test_a_process_that_has_beaten_and_falls_silent_is_killed_and_started_
     assert hung.exitcode is None
     silence(watched, clock, 1)
     assert hung.exitcode == -signal.SIGKILL
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while watched.spawned[-1] is hung:
             await asyncio.sleep(0.001)
             clock[0] += 0.001
@@ -245,13 +245,13 @@ async def test_a_process_that_is_to_leave_is_asked_once_and_not_started_again(mo
     assert supervisor.leaving == {"rollout-0"}
     assert "rollout-0" in supervisor.pids
     worker.exitcode = EXIT_STOPPED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while supervisor.names != {"trainer"}:
             await asyncio.sleep(0.001)
     assert len(watched.spawned) == 2
     assert not watched.watching.done()
     watched.spawned[0].exitcode = EXIT_DONE
-    await asyncio.wait_for(watched.watching, 5)
+    await asyncio.wait_for(watched.watching, 30)
 
 
 async def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ async def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.Monke
     await watched.supervisor.start(ProcessSpec((("rollout", "rollout-0"),), "run", "", Path("run"), ""))
     monkeypatch.setattr(watched.spawned[-1], "terminate", lambda: None)
     watched.supervisor.leave("rollout-0")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while watched.supervisor.names != {"trainer"}:
             await asyncio.sleep(0.001)
     assert watched.spawned[-1].exitcode == -signal.SIGKILL

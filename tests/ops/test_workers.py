@@ -69,7 +69,7 @@ async def bus() -> AsyncIterator[Bus]:
 
 
 async def until(what: str, holds: object) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not holds():  # type: ignore[operator]
             await asyncio.sleep(0.01)
 
