@@ -139,10 +139,10 @@ class Subscription(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def fetch(self, most: int, timeout_s: float) -> list[Delivery]:
-        """Up to `most` (>= 1) deliveries: waits at most `timeout_s` for the first, takes what is there; [] if none.
+        """Up to `most` deliveries: waits at most `timeout_s` for the first, takes what is there; [] if none.
 
         At no time are more than `most` messages asked for and not yet returned, so a worker is never given more than it
-        has room for. Survives restarts of the server.
+        has room for. 0 takes back what was asked for. Survives restarts of the server.
         """
 
 

@@ -56,10 +56,10 @@ async def serve(
 ) -> None:
     """Serve a consumer until `stop` is set, then give back what is unfinished.
 
-    Each message is handled in a task of its own, at most `room()` at a time, and acknowledged after its outputs are
-    stored. In that order nothing is lost: a worker that dies between the two leaves the message with the log, which
-    gives it out again, and since the ids of the outputs derive from those of the input, storing them twice stores them
-    once. In the other order a death in between would lose the outputs for ever.
+    Each message is handled in a task of its own, at most `room()` at a time, which may change, and acknowledged after its
+    outputs are stored. In that order nothing is lost: a worker that dies between the two leaves the message with the
+    log, which gives it out again, and since the ids of the outputs derive from those of the input, storing them twice
+    stores them once. In the other order a death in between would lose the outputs for ever.
 
     While messages are handled, their progress is reported every third of the ack wait in force.
 
@@ -72,10 +72,14 @@ async def serve(
         stopped = asyncio.ensure_future(stop.wait())
         ticking = asyncio.ensure_future(shell.tick())
         ticking.add_done_callback(shell.tick_ended)
+        asked_for = 0  # messages that may still come
         try:
             while not stop.is_set() and not shell.failed.done():
                 free = room() - len(shell.flights)
                 if free < 1:
+                    if asked_for:  # the room has shrunk: they are for whoever has some
+                        await subscription.fetch(0, 0.0)
+                        asked_for = 0
                     await _first_of(ROOM_LOOK_S, stopped, shell.failed, shell.next_end())
                     continue
                 fetching = asyncio.ensure_future(subscription.fetch(free, FETCH_S))
@@ -85,7 +89,9 @@ async def serve(
                     if not fetching.done():
                         fetching.cancel()
                         await _first_of(CANCEL_GRACE_S, fetching)
+                asked_for = free
                 if fetching.done() and not fetching.cancelled():
+                    asked_for -= len(fetching.result())
                     for delivery in fetching.result():
                         if stop.is_set():
                             await delivery.nak()
@@ -130,6 +136,7 @@ class _Shell:
         self._bus = bus
         self._consumer = consumer
         self._handle = handle
+        self._name = name
         self._done: OrderedDict[str, None] = OrderedDict()  # ids whose outputs are stored, the newest last
         self._log = structlog.get_logger().bind(worker=name, consumer=consumer.name)
 
@@ -235,6 +242,13 @@ class _Shell:
                 tokens -= int(message.observations[1::2].sum())
             detail = rejected.reason[:DETAIL_CHARS_MAX]
             await self._bus.publish(
-                Dropped(group_id=sample[0], index=sample[1], reason=rejected.drop, tokens=tokens, detail=detail)
+                Dropped(
+                    group_id=sample[0],
+                    index=sample[1],
+                    reason=rejected.drop,
+                    tokens=tokens,
+                    detail=detail,
+                    worker=self._name,
+                )
             )
         await flight.delivery.term()

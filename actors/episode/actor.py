@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import structlog
 from actors import clock
 from actors.ended import Ended
 from actors.episode.builtin import Episode
+from actors.episode.capacity import LOOK_S, Capacity
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Exchange
@@ -24,9 +26,9 @@ from actors.episode.lines import their_line
 from actors.episode.policy import Bound, FailedElsewhere, GivenUp, Policy
 from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
 from actors.gauges import Gauges
-from bus.port import Bus, Delivery
+from bus.port import Bus, BusFull, BusUnavailable, Delivery
 from bus.shell import HandBack, serve
-from bus.table import ROLLOUT_WORKERS
+from bus.table import ROLLOUT_WORKERS, TURN_WORKERS
 from schemas import Dropped, DropReason, MalformedMessage, Message, Prompt, UserError
 
 log = structlog.get_logger()
@@ -61,6 +63,7 @@ class EpisodeWorker:
         self._replayable = function.replayable
         self._keeps_time = getattr(function, "keeps_time", False)
         self._exchange = Exchange(bus, name)
+        self._capacity = Capacity(config.at_once)
         self._ended = Ended(bus)
         self._leaving: asyncio.Future[None] | None = None
         self._running = 0
@@ -84,10 +87,16 @@ class EpisodeWorker:
                 asyncio.create_task(self._exchange.follow(), name=f"{self.name} hears answers"),
                 asyncio.create_task(self._exchange.hear(), name=f"{self.name} hears of tokens"),
                 asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"),
+                asyncio.create_task(self._look(), name=f"{self.name} looks at the turns"),
             ]
             serving = asyncio.create_task(
                 serve(
-                    self.bus, ROLLOUT_WORKERS, self._handle, room=lambda: self.config.at_once, stop=stop, name=self.name
+                    self.bus,
+                    ROLLOUT_WORKERS,
+                    self._handle,
+                    room=lambda: self._capacity.room,
+                    stop=stop,
+                    name=self.name,
                 )
             )
             stopping = asyncio.create_task(stop.wait())
@@ -104,6 +113,14 @@ class EpisodeWorker:
                     task.cancel()
                 await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
                 await self._function.close()
+
+    async def _look(self) -> None:
+        """See how the engines keep up with the turns, for ever; not in step with other workers."""
+        rng = random.Random(self.name)
+        while True:
+            waiting = (await self.bus.backlog(TURN_WORKERS)).pending
+            self._capacity.looked(self._running, waiting, self._exchange.answered)
+            await asyncio.sleep(LOOK_S * rng.uniform(0.5, 1.5))
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
         assert isinstance(message, Prompt)
@@ -150,7 +167,7 @@ class EpisodeWorker:
                             seconds=clock.monotonic_s() - arrived_s,
                             resumed=again,
                         )
-                    except UserError:
+                    except (UserError, BusFull, BusUnavailable):  # none of them is the function's fault
                         raise
                     except GivenUp as error:
                         return self._dropped(prompt, policy, error.reason, str(error))
@@ -248,6 +265,7 @@ class EpisodeWorker:
             reason=reason,
             tokens=tokens,
             detail=f"episode: {detail}"[:DETAIL_CHARS_MAX],
+            worker=self.name,
         )
 
     def _read_gauges(self) -> dict[str, Any]:

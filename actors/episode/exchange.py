@@ -39,6 +39,8 @@ class Exchange:
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
         self._name = name
+        self.answered = 0
+        """Answers that the log has been given since `start`, to whomever."""
         self._listening: dict[str, tuple[int, OnTokens]] = {}
         self._from = 1
         self._waiting: defaultdict[str, list[asyncio.Future[Answer]]] = defaultdict(list)
@@ -55,6 +57,7 @@ class Exchange:
     async def follow(self) -> None:
         """Hear the answers, for ever."""
         async for entry in self._bus.read(ANSWERS, self._from):
+            self.answered += 1
             if entry.id not in self._waiting:
                 continue
             try:

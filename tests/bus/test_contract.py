@@ -161,6 +161,18 @@ async def test_a_smaller_fetch_takes_back_what_a_larger_one_had_asked_for(bus: B
         assert len(await full.fetch(1, 0.3)) == 4 - len(got)
 
 
+@UNHURRIED
+async def test_a_fetch_of_none_takes_back_all_that_was_asked_for(bus: Bus, new_client: NewClient) -> None:
+    other = await new_client()
+    async with bus.subscribe(ROLLOUT_WORKERS) as full, other.subscribe(ROLLOUT_WORKERS) as free:
+        assert await full.fetch(10, 0.05) == []
+        assert await full.fetch(0, 0.0) == []
+        for group in range(4):
+            await bus.publish(prompt(group))
+        assert len(await fetch_until(free, 4)) == 4
+        assert len(await full.fetch(1, 0.1)) == 0
+
+
 async def test_an_empty_fetch_waits_no_longer_than_it_was_told(bus: Bus) -> None:
     async with bus.subscribe(ROLLOUT_WORKERS) as subscription:
         began_s = asyncio.get_running_loop().time()

@@ -103,6 +103,43 @@ async def test_no_more_than_room_is_handled_at_once(bus: MemoryBus) -> None:
     assert await messages(bus, ROLLOUTS) == 30
 
 
+async def test_what_was_asked_for_is_withdrawn_when_the_room_shrinks(bus: MemoryBus) -> None:
+    """Else it lies with a worker that cannot begin it, while another could."""
+    room, asked = 4, []
+
+    async def never(message: Message, delivery: Delivery) -> Sequence[Message]:
+        nonlocal room
+        room = 1
+        await asyncio.Event().wait()
+        return []
+
+    class Recording(MemoryBus):
+        def subscribe(self, consumer: Any) -> Any:
+            subscription = super().subscribe(consumer)
+            fetch = subscription.fetch
+
+            async def recorded(most: int, timeout_s: float) -> Any:
+                asked.append(most)
+                return await fetch(most, timeout_s)
+
+            subscription.fetch = recorded  # type: ignore[method-assign]
+            return subscription
+
+    await bus.publish(prompt(1))
+    worker = asyncio.create_task(
+        serve(Recording("shell", bus._hub), QUEUE, never, room=lambda: room, stop=asyncio.Event(), name="w")
+    )
+    try:
+        async with asyncio.timeout(5):
+            while 0 not in asked:
+                assert not worker.done(), worker.exception()
+                await asyncio.sleep(0.01)
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert asked == [4, 3, 0]
+
+
 async def test_a_straggler_holds_up_nobody(bus: MemoryBus) -> None:
     released = asyncio.Event()
 
