@@ -56,10 +56,10 @@ async def serve(
 ) -> None:
     """Serve a consumer until `stop` is set, then give back what is unfinished.
 
-    Each message is handled in a task of its own, at most `room()` at a time, which may change, and acknowledged after its
-    outputs are stored. In that order nothing is lost: a worker that dies between the two leaves the message with the
-    log, which gives it out again, and since the ids of the outputs derive from those of the input, storing them twice
-    stores them once. In the other order a death in between would lose the outputs for ever.
+    Each message is handled in a task of its own, at most `room()` at a time, which may change, and acknowledged after
+    its outputs are stored. In that order nothing is lost: a worker that dies between the two leaves the message with
+    the log, which gives it out again, and since the ids of the outputs derive from those of the input, storing them
+    twice stores them once. In the other order a death in between would lose the outputs for ever.
 
     While messages are handled, their progress is reported every third of the ack wait in force.
 

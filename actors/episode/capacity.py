@@ -9,8 +9,8 @@ longer, those that end are not replaced.
     <= max(STEP, answered since last look)     as many as it has, and `step` more, until the next look
     more                                       those that it has; none that ends is replaced until the next look
 
-Workers of one recipe have the same `step`, and are given prompts in turn. So whoever has more than the others loses more
-while the queue is long, wins no more while it is short, and in the end all have as many.
+Workers of one recipe have the same `step`, and are given prompts in turn. So whoever has more than the others loses
+more while the queue is long, wins no more while it is short, and in the end all have as many.
 """
 
 from __future__ import annotations

@@ -51,9 +51,13 @@ class Engine:
         self.busy += 1
         await asyncio.sleep(ANSWER_S * self._rng.uniform(0.5, 1.5))
         self.busy -= 1
-        made = {"tokens": np.array([5], "<i4"), "logprobs": np.array([-1.0], "<f4"), "segments": ((0, 1),)}
-        of = {"group_id": message.group_id, "index": message.index, "turn": message.id}
-        return [Answer(**of, **made, finish="stop", text="5")]
+        tokens, logprobs, segments = np.array([5], "<i4"), np.array([-1.0], "<f4"), ((0, 1),)
+        return [
+            Answer(
+                group_id=message.group_id, index=0, turn=message.id, tokens=tokens, logprobs=logprobs,
+                segments=segments, finish="stop", text="5",
+            )
+        ]  # fmt: skip
 
 
 async def episode(prompt: Prompt, policy: Any) -> float:
