@@ -116,6 +116,7 @@ class Auditor:
         self._trained_groups: set[int] = set()
         self._key_at: dict[int, int] = {}  # rollout sequence -> sample, of trained ones not yet seen in the rollouts
         self._dropped_why: dict[int, str] = {}
+        self._given_up: set[int] = set()  # of these, by a worker and not by the controller
         self._drops: dict[int, _Drops] = {}  # by group
         self._groups: dict[int, _Group] = {}  # in order of admission
         self._gated: list[int] = []
@@ -267,7 +268,11 @@ class Auditor:
         key = sample_key((fields["group_id"], fields["index"]))
         if key in self._dropped_why:
             self._totals["duplicates"] += 1
+            if not fields.get("worker"):
+                self._given_up.discard(key)
             return
+        if fields.get("worker"):
+            self._given_up.add(key)
         self._dropped_why[key] = fields["reason"]
         self._totals["dropped tokens"] += fields["tokens"]
         drops = self._drops.setdefault(fields["group_id"], _Drops())
@@ -442,7 +447,10 @@ class Auditor:
         for key in self._prompted:
             lost.checked += 1
             trained, dropped = self._trained.get(key), self._dropped_why.get(key)
-            if trained is not None and dropped is not None:
+            if trained is not None and key in self._given_up:  # by a worker that was held to be dead
+                del self._dropped_why[key]
+                self._totals["drops overtaken"] += 1
+            elif trained is not None and dropped is not None:
                 once.fail(f"{named(key)} is trained in step {trained.step} and dropped: {dropped}")
             if trained is None and dropped is None:
                 self._totals["open"] += 1

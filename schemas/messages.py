@@ -229,12 +229,17 @@ class Scored(Sample):
 @register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Dropped(Sample):
-    """Anybody → controller, people: the terminal record of a sample that will never be trained, and what it cost."""
+    """Anybody → controller, people: the terminal record of a sample that will never be trained, and what it cost.
+
+    `worker` gave it up; empty: the controller. One that was held to be dead may give up what another has answered
+    meanwhile: then the batch that lists the sample is the last word.
+    """
 
     TYPE: ClassVar[str] = "dropped"
     reason: DropReason = choice(*DROP_REASONS)
     tokens: int = integer(default=0)
     detail: str = string(4000, "")
+    worker: str = string(200, "")
 
 
 @register

@@ -126,7 +126,8 @@ class ControllerCore:
             group.aged = self._news = True
             if len(group.lost) == group.size:
                 self._end_group(group, "stale")
-        elif dropped.reason in GROUP_REASONS:  # a predecessor may have ended in the midst of ending the group
+        elif dropped.reason in GROUP_REASONS and not dropped.worker:
+            # A predecessor may have ended in the midst of ending the group. A worker speaks for the one sample.
             self._end_group(group, dropped.reason)
         else:
             self._settle(group)

@@ -94,6 +94,7 @@ class Checker:
         self.batches: list[Batch] = []
         self.trained: dict[Key, int] = {}  # -> step
         self.dropped: dict[Key, str] = {}  # -> reason
+        self._ended: set[Key] = set()  # of these, by a controller; of what a worker gave up, a batch is the last word
         self.partials: dict[str, list[Partial]] = {}  # all that were stored, in order, by sample or turn
         self._known: dict[tuple[str, str], int] = {}  # how many of them, as a process was first given it
         self._rolled: set[Key] = set()
@@ -299,7 +300,7 @@ class Checker:
         ):
             name = f"{key[0]}-{key[1]}"
             self._hold("I3", key not in self.trained, f"step {step} trains {name} again")
-            self._hold("I3", key not in self.dropped and key not in ended_here, f"step {step} trains {name}: dropped")
+            self._hold("I3", key not in self._ended and key not in ended_here, f"step {step} trains {name}: dropped")
             self.trained[key] = step
             rollout, verdict = self.rollouts.get(seq), self.verdicts.get(key)
             if rollout is None or verdict is None or (rollout.group_id, rollout.index) != key:
@@ -335,7 +336,12 @@ class Checker:
         name = dropped.sample_id
         self.episodes.drop(dropped)
         self._hold("I2", dropped.group_id in self.group_ends, f"{name} is dropped and was never admitted")
+        if dropped.worker and key in self.trained:
+            self.world.count("a worker gave up a sample that was trained")
+            return
         self._hold("I3", key not in self.trained, f"{name} is dropped ({dropped.reason}) and trained")
+        if not dropped.worker:
+            self._ended.add(key)
         if key in self.dropped:
             self.world.count("a second drop of a sample")
             return

@@ -60,6 +60,7 @@ EPISODE_S: Final = 86_400.0  # none is late: what an answer takes, the checkers 
 DRAIN_S: Final = 30.0
 LEFT_S: Final = 60.0  # for what a killed process leaves to end
 CHILDREN: Final = 2
+FAILS: Final = {"reward_fails", "episode_fails"}
 CUTS: Final = {"partition", "restart", "power", "lost_answer", "slow_call"}  # after which the log may not be reached
 
 
@@ -356,8 +357,7 @@ class _Launcher:
         due = (
             (isinstance(error, BusFull) and "full" in struck)
             or (isinstance(error, OSError) and "disk_full" in struck)
-            or (isinstance(error, UserError) and "reward_fails" in struck and _tells_of_failures(error.message))
-            or (isinstance(error, UserError) and "episode_fails" in struck and "The episode" in error.message)
+            or (isinstance(error, UserError) and bool(struck & FAILS) and _tells_of_failures(error.message))
             or (isinstance(error, BusUnavailable) and bool(struck & CUTS))
         )
         if isinstance(error, Fenced):
@@ -392,7 +392,7 @@ class _Launcher:
 
 
 def _tells_of_failures(message: str) -> bool:
-    return "reward function" in message or "ended since the last batch failed" in message
+    return any(words in message for words in ("reward function", "The episode", "ended since the last batch failed"))
 
 
 def _layout(scenario: Scenario) -> list[tuple[str, tuple[tuple[Role, str], ...]]]:

@@ -67,3 +67,16 @@ def test_what_another_controllers_batch_left_out_for_its_age_does_not_end_the_re
     (decision,) = [decision for decision in decisions(core) if decision.batch is not None]
     assert decision.batch is not None  # it will be fenced
     assert decision.batch.sample_ids == ["0-1", "0-2", "0-3"]
+
+
+def test_a_worker_that_gives_one_sample_up_ends_no_other_of_its_group() -> None:
+    """Found by simulation: an episode that was filtered took its whole group along."""
+    core = ControllerCore(ControllerConfig(max_staleness=0, batch_groups=1, group_size=4, pace=False), steps=4)
+    core.saw_weights(0)
+    decisions(core)
+    core.saw_dropped(1, Dropped(group_id=0, index=0, reason="filtered", worker="episode-0"))
+    for seq, index in enumerate((1, 2, 3), start=1):
+        core.saw_scored(seq, scored(0, index, reward=index))
+    (decision,) = [decision for decision in decisions(core) if decision.batch is not None]
+    assert decision.batch is not None
+    assert decision.batch.sample_ids == ["0-1", "0-2", "0-3"]

@@ -99,6 +99,11 @@ def trains_and_drops(log: Log) -> None:
     log.put(Dropped(group_id=3, index=1, reason="error"))
 
 
+def drops_what_a_worker_gave_up(log: Log) -> None:
+    log.put(Dropped(group_id=3, index=1, reason="error", worker="episode-0"))
+    log.put(Dropped(group_id=3, index=1, reason="error"))
+
+
 def forms_a_batch_twice(log: Log) -> None:
     log.put(log.entries["batches"][1].message())
 
@@ -211,6 +216,17 @@ def ends_one_step_early(log: Log) -> None:
     log.entries["steps"].pop()
 
 
+def test_a_batch_is_the_last_word_on_what_a_worker_has_given_up() -> None:
+    """One that was held to be dead ends an episode otherwise than its successor; found by simulation."""
+    log = whole_run()
+    before = log.audit()
+    log.put(Dropped(group_id=3, index=1, reason="error", worker="episode-0"))
+    after = log.audit()
+    assert broken(after) == {}
+    assert after.totals["dropped"] == before.totals["dropped"]
+    assert after.totals["drops overtaken"] == 1
+
+
 @pytest.mark.parametrize(
     ("breach", "invariant", "words"),
     [
@@ -221,6 +237,7 @@ def ends_one_step_early(log: Log) -> None:
         (trains_what_nobody_admitted, "I2", "0-0 is trained in step 0 and was never admitted"),
         (trains_a_sample_twice, "I3", "0-0 is trained in step 0 and in step 1"),
         (trains_and_drops, "I3", "3-1 is trained in step 1 and dropped: error"),
+        (drops_what_a_worker_gave_up, "I3", "3-1 is trained in step 1 and dropped: error"),
         (forms_a_batch_twice, "I3", "batch 1 stands at batches 4 instead of 2"),
         (admits_a_sample_twice, "I3", "2-0 is admitted twice"),
         (does_a_step_twice, "I3", "step 1 stands at steps 4"),

@@ -18,7 +18,7 @@ from actors.episode.builtin import Function, load_episode
 from actors.episode.config import EpisodeConfig
 from actors.reward.config import RewardConfig
 from bus.memory import MemoryBus, MemoryHub
-from bus.port import Bus, Delivery
+from bus.port import Bus, BusFull, Delivery
 from bus.shell import serve
 from bus.table import ANSWERS, DROPPED, ROLLOUTS, TURN_WORKERS, TURNS, Stream
 from schemas import Answer, Dropped, Message, Prompt, Rollout, Turn, UserError
@@ -322,3 +322,16 @@ async def test_an_episode_that_asks_otherwise_goes_on_freshly_and_says_so(bus: B
     assert rollout.tokens.tolist() == [5, 6, ord("2"), 5, 6]
     (told,) = [line for line in logs if line["event"] == "episode_restarted"]
     assert (told["turn"], told["turns_reused"]) == (1, 1)
+
+
+async def test_a_log_that_refuses_is_no_failure_of_the_function(bus: MemoryBus) -> None:
+    """Found by simulation: a full stream was taken for the function's, and cost the sample."""
+
+    async def asks(prompt: Prompt, policy: Any) -> None:
+        await policy.chat().ask()
+
+    bus._hub.full.add(TURNS.name)
+    await bus.publish(PROMPT)
+    with pytest.raises(BusFull):
+        await asyncio.wait_for(worker(bus, asks), 10.0)
+    assert (await bus.info(DROPPED)).messages == 0
