@@ -19,7 +19,7 @@ from schemas import Control, Message, encode
 from tests.ops.sound_log import Log, LogInLists
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "recipe" / "recipe.yaml"
-RUN, STEPS, DEADLINE_S = "recorded", 4, 60.0
+RUN, STEPS, DEADLINE_S = "recorded", 4, 240.0
 IN_ORDER: tuple[Role, ...] = ("trainer", "rollout", "reward", "controller")
 SMALL = ("controller.batch_groups=2", "rollout.max_new_tokens=64", "rollout.slots=4")
 

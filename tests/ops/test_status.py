@@ -21,7 +21,7 @@ from schemas import Control, Prompt, StepDone, UserError, WeightVersion
 RECIPE = Recipe.model_validate(
     {"name": "a-run", "steps": 5, "model": {"path": "m"}, "data": {"train": "t.py:f"}, "base": "/nowhere"}
 )
-BEAT = {
+BEAT: dict[str, object] = {
     "actor": "rollout-0",
     "role": "rollout",
     "process": "host:1",
@@ -38,14 +38,13 @@ async def bus() -> MemoryBus:
     return bus
 
 
-async def status_of(bus: MemoryBus, beats: int = 1) -> Status:
-    async def beat() -> None:
-        for _ in range(beats):
-            await asyncio.sleep(0.02)
-            await bus.beat(BEAT)
-
-    _, status = await asyncio.gather(beat(), read_status(bus, listen_s=0.1))
-    return status
+async def status_of(bus: MemoryBus, beat: dict[str, object] | None) -> Status:
+    beating = asyncio.create_task(_beat(bus, beat)) if beat else None
+    try:
+        return await read_status(bus, listen_s=0.2)
+    finally:
+        if beating is not None:
+            beating.cancel()
 
 
 def text_of(status: Status) -> str:
@@ -61,7 +60,7 @@ async def test_a_run_is_told_by_its_log_and_its_beats(bus: MemoryBus) -> None:
     await bus.publish(WeightVersion(version=3, path="v3", digest="d", nbytes=10))
     await bus.publish(StepDone(step=2, version=3, metrics={"reward_mean": 0.75}, staleness=np.array([1])))
     await bus.publish(Prompt(group_id=0, index=0, group_size=1, prompt="p", task={}, seed=0, min_version=0))
-    status = await status_of(bus)
+    status = await status_of(bus, BEAT)
     assert (status.step, status.version, status.steps_planned, status.finished) == (2, 3, 5, False)
     assert status.queues["rollout"]["waiting"] == 1
     assert [(actor["actor"], actor["idle_share"], actor["cpu_s"]) for actor in status.actors] == [
@@ -76,11 +75,7 @@ async def test_status_tells_how_many_workers_are_wanted_and_there(bus: MemoryBus
     """After `scale`, until the last one has handed over."""
     await bus.setup()
     told = {"control_seq": 3, "rollout_wanted": 2, "rollout_here": 2, "rollout_leaving": 4}
-    beating = asyncio.create_task(_beat(bus, {"actor": "launcher", "role": "launcher", "process": "a:1", **told}))
-    try:
-        status = await read_status(bus, listen_s=0.2)
-    finally:
-        beating.cancel()
+    status = await status_of(bus, {"actor": "launcher", "role": "launcher", "process": "a:1", **told})
     assert status.workers == {"rollout": {"wanted": 2, "here": 2, "leaving": 4}}
     assert "rollout workers beside the launcher: 2 of 2, 4 leaving" in text_of(status)
 
@@ -94,7 +89,7 @@ async def _beat(bus: MemoryBus, beat: dict[str, object]) -> None:
 async def test_a_run_that_has_only_begun_has_no_step_and_says_so(bus: MemoryBus) -> None:
     """Nothing is published yet, nobody is heard: every place must bear it."""
     await bus.setup()
-    status = await status_of(bus, beats=0)
+    status = await status_of(bus, None)
     assert (status.step, status.version, status.metrics, status.actors) == (None, None, {}, [])
     text = text_of(status)
     assert "0 steps done; weight version none published" in text

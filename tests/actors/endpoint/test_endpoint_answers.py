@@ -61,18 +61,28 @@ async def test_a_stream_says_the_same_as_the_whole_answer(endpoint: Endpoint) ->
         assert [json.loads(c.function.arguments) for c in calls[choice.index]] == [{"a": 2, "b": [3, "é"]}, {}]
 
 
+class Tokens(asyncio.Semaphore):
+    """As many as a policy may say."""
+
+    async def wait(self) -> None:
+        await self.acquire()
+
+
 async def test_a_stream_comes_while_the_answer_is_made_in_whole_characters(endpoint: Endpoint) -> None:
-    session = await endpoint.open(lambda prompt, choice: "äö✓", pause_s=0.03)
+    session = await endpoint.open(lambda prompt, choice: "äö✓")
+    policy: Any = session.policy
+    policy.hold = tokens = Tokens(len("äö✓".encode()))  # and one more at the end
     stream = await endpoint.client(session).chat.completions.create(
         model="m", messages=USER, stream=True, logprobs=True
     )
-    policy: Any = session.policy
     seen, before_end = [], 0
     async for chunk in stream:
         [choice] = chunk.choices
         if choice.delta.content:
             seen.append(choice.delta.content)
             before_end += session.tree.at(0, 0) is None
+        if len(seen) == 3:
+            tokens.release()
     assert seen == ["ä", "ö", "✓"]
     assert before_end == 3
     assert len(policy.asked) == 1
