@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,14 +22,14 @@ from actors.episode.capacity import LOOK_S, Capacity
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Exchange
-from actors.episode.lines import their_line
-from actors.episode.policy import Bound, FailedElsewhere, GivenUp, Policy
-from actors.episode.trajectory import EmptyTrajectory, Trajectory, rollout_of
+from actors.episode.played import in_words, played
+from actors.episode.policy import GivenUp, Policy
+from actors.episode.trajectory import EmptyTrajectory, rollout_of
 from actors.gauges import Gauges
 from bus.port import Bus, BusFull, BusUnavailable, Delivery
 from bus.shell import HandBack, serve
 from bus.table import ROLLOUT_WORKERS, TURN_WORKERS
-from schemas import Dropped, DropReason, MalformedMessage, Message, Prompt, UserError
+from schemas import Dropped, DropReason, Message, Prompt, UserError
 
 log = structlog.get_logger()
 
@@ -158,7 +158,9 @@ class EpisodeWorker:
                     attempt = 0 if self._replayable else again * tries + retry
                     policy = Policy(prompt, self._exchange, self._tokenizer, self.config, self._max_new_tokens, attempt)
                     try:
-                        trajectory = await self._trajectory(prompt, policy)
+                        trajectory = await played(
+                            self._function, prompt, policy, functools.partial(self._cut_short, prompt)
+                        )
                         rollout = rollout_of(
                             prompt,
                             trajectory,
@@ -175,7 +177,7 @@ class EpisodeWorker:
                         self._fruitless(prompt, str(error))
                         return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
                     except Exception as error:
-                        failure = _told(error, self._function.place)
+                        failure = in_words(error, self._function.place)
                         log.warning(
                             "episode_failed", worker=self.name, sample=prompt.sample_id, attempt=retry, error=failure
                         )
@@ -197,24 +199,9 @@ class EpisodeWorker:
             return self._dropped(prompt, policy, "timeout", late)
         return self._dropped(prompt, policy, "error", failure)
 
-    async def _trajectory(self, prompt: Prompt, policy: Policy) -> Trajectory:
-        """What the function made of the prompt. One that comes to its bounds is cut."""
-        try:
-            outcome = await self._function.run(prompt, policy)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise RuntimeError("it was cancelled from within") from None  # or its sample would end without a word
-        except SystemExit as error:
-            raise RuntimeError(f"it called exit({error.code})") from error  # or it would take all episodes along
-        except Bound as bound:
-            self._cut += 1
-            log.info("episode_cut", worker=self.name, sample=prompt.sample_id, reason=str(bound))
-            if not policy.said:
-                raise EmptyTrajectory(str(bound)) from None
-            return policy.trajectory(finish="length")
-        return outcome if isinstance(outcome, Trajectory) else policy.trajectory(reward=outcome)
+    def _cut_short(self, prompt: Prompt, reason: str) -> None:
+        self._cut += 1
+        log.info("episode_cut", worker=self.name, sample=prompt.sample_id, reason=reason)
 
     def _tell(self, prompt: Prompt, policy: Policy, again: int) -> None:
         """What became of an episode that had begun before."""
@@ -278,15 +265,3 @@ class EpisodeWorker:
             "cut": self._cut,
             "failed": self._failed,
         }
-
-
-def _told(error: Exception, place: str) -> str:
-    """What went wrong, with the line of the user's file; where none led there, with the function, at `place`."""
-    if isinstance(error, FailedElsewhere):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = their_line((frame.filename, frame.lineno) for frame in frames) or (
-        f"what {place} returned" if place else ""
-    )
-    what = "it cannot be stored" if isinstance(error, MalformedMessage) else type(error).__name__
-    return f"{what}: {error}" + (f" ({where})" if where else "")
