@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.episode.policy import Policy
 from actors.episode.tool_calls import ToolCall
-from actors.episode.tools import ToolError, load_tools
+from actors.episode.tools import ToolError, load_tools, too_late
 from schemas import Prompt
 
 CUT = " ... (cut)"
@@ -30,7 +30,7 @@ class Options:
     turns: int = 8
     """Answers of the model, at most."""
     timeout_s: float = 10.0
-    """Of one call."""
+    """Of one call, from its own start."""
     output_chars: int = 4000
     """Of one tool's answer, at most; the rest is cut."""
     tell: bool = True
@@ -82,10 +82,10 @@ class ToolUse:
         if tool is None:
             return f"error: there is no tool {call.name[:100]}; there are {', '.join(self._tools)}"
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with asyncio.timeout(None if tool.keeps_time else self._options.timeout_s):
                 answer = await tool.call(call.arguments)
         except TimeoutError:
-            answer = f"error: {call.name} took longer than {self._options.timeout_s:g} s"
+            answer = f"error: {too_late(call.name, self._options.timeout_s)}"
         except ToolError as error:
             answer = f"error: {error}"
         except Exception as error:  # a function of the user's: the model has to live with it, as a person would

@@ -33,12 +33,21 @@ class ToolError(Exception):
     """A call that failed by the model's fault: it is told why, and goes on."""
 
 
+def too_late(name: str, timeout_s: float) -> str:
+    """What the model is told of a call that took too long."""
+    return f"{name} took longer than {timeout_s:g} s"
+
+
 class Tool(Protocol):
-    """`spec` is its description in OpenAI's format. One that is not `replayable` makes its episode begin anew."""
+    """`spec` is its description in OpenAI's format. One that is not `replayable` makes its episode begin anew.
+
+    One that `keeps_time` ends its calls by itself: it may have to wait before a call begins, which is not the call's.
+    """
 
     name: str
     spec: dict[str, Any]
     replayable: bool
+    keeps_time: bool
 
     async def start(self) -> None:
         """Before the first call. Raises `UserError` where it cannot work."""
@@ -60,6 +69,7 @@ class Calculator:
 
     name = "calculator"
     replayable = True
+    keeps_time = False
     spec = _spec(
         "calculator",
         "Evaluate an arithmetic expression.",
@@ -140,6 +150,7 @@ class Python:
 
     name = "python"
     replayable = True
+    keeps_time = True
     spec = _spec(
         "python",
         "Run a Python program and return what it prints. Nothing is kept between calls.",
@@ -173,6 +184,8 @@ class Python:
             raise ToolError("python could not run the program") from error
         if result.status == "ok":
             return result.stdout
+        if result.status == "timeout":
+            raise ToolError(f"{result.stdout}\n{too_late(self.name, self._timeout_s)}".lstrip("\n"))
         last = result.stderr.strip().rpartition("\n")[2]
         raise ToolError("\n".join(filter(None, (result.stdout, f"{result.status}: {last}" if last else result.status))))
 
@@ -190,6 +203,7 @@ class UserTool:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
+        self.keeps_time = False
         self.replayable = bool(getattr(function, "replayable", True))
         self._function = function
         parameters = inspect.signature(function, eval_str=True).parameters

@@ -12,6 +12,7 @@ import pytest
 from actors.episode.actor import EpisodeWorker
 from actors.episode.config import EpisodeConfig
 from actors.episode.tool import Options, ToolUse
+from actors.episode.tool_calls import ToolCall
 from actors.reward.sandbox import Result, Sandbox, SandboxLost
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus, Delivery
@@ -61,3 +62,17 @@ async def test_a_program_is_run_within_an_episode(lost: bool, tmp_path: Path, mo
     assert told["content"] == f"<tool_response>{what}</tool_response>"
     assert said["content"] == "so"
     assert rollout.observations.tolist() == [1, len(told["content"])]
+
+
+async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time(tmp_path: Path) -> None:
+    """Many episodes call at once; what waits behind others was told that it took too long, and had not begun."""
+    use = ToolUse(Options(tools=("python",), timeout_s=1.2), tmp_path)
+    await use.start()
+    call = ToolCall("python", {"code": "import time; time.sleep(0.6); print('done')"})
+    late = ToolCall("python", {"code": "print('begun', flush=True)\nwhile True: pass"})
+    try:
+        async with asyncio.timeout(60):
+            told = await asyncio.gather(*(use._called(call) for _ in range(6)), use._called(late))
+    finally:
+        await use.close()
+    assert told == ["done\n"] * 6 + ["error: begun\n\npython took longer than 1.2 s"]
