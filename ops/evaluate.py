@@ -34,9 +34,12 @@ def held_out(recipe: Recipe, model: str) -> HeldOut:
 
     tokenizer = HfTokenizer(model, recipe.data.template_options)
     count_tokens = tokenizer.count if recipe.data.max_prompt_tokens is not None else None
-    data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=True, count_tokens=count_tokens)
+    wanted = recipe.evaluation.count
+    data = load_dataset(
+        recipe.data, recipe.base, seed=recipe.seed, held_out=True, count_tokens=count_tokens, most=max(1, wanted)
+    )
     # A file ends; asked for more, it would begin again and count its first rows twice.
-    count = min(recipe.evaluation.count, len(data) if isinstance(data, FileRows) else recipe.evaluation.count)
+    count = min(wanted, len(data) if isinstance(data, FileRows) else wanted)
     problems = []
     for k in range(count):
         task = dict(data.row(k))

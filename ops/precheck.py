@@ -25,7 +25,8 @@ def check_files(recipe: Recipe) -> None:
     from ops.datasets import check_reward, load_dataset
 
     for held_out in (False, True) if recipe.data.eval is not None else (False,):
-        data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=held_out)
+        # all of it is looked through when the model's tokenizer is there, before the warm start
+        data = load_dataset(recipe.data, recipe.base, seed=recipe.seed, held_out=held_out, most=1)
         check_reward(recipe.reward.function, data.row(0), data.format)
 
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:

@@ -59,7 +59,7 @@ class ArrowRows:
         which = bisect_right(self._ends, number)
         first = self._ends[which - 1] if which else 0
         (row,) = self._batches[which].slice(number - first, 1).to_pylist()
-        return {name: _plain(value) for name, value in row.items()}
+        return _plain(row)
 
     def _as_arrow(self) -> Any:
         """The Parquet file as an Arrow stream in a file without a name, memory-mapped."""
@@ -76,6 +76,10 @@ class ArrowRows:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return str(value) if isinstance(value, decimal.Decimal) else value

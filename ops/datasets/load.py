@@ -46,12 +46,14 @@ def load_dataset(
     held_out: bool = False,
     count_tokens: CountTokens | None = None,
     find_duplicates: bool = False,
+    most: int | None = None,
 ) -> Dataset:
     """The training data of a recipe in the folder `base`, or what it is evaluated on if `held_out`.
 
     `held_out` takes a function's draws from a space of seeds that training does not use, and files as they are,
     unshuffled. `count_tokens` is needed for `max_prompt_tokens`, which is not looked at without it. With
-    `find_duplicates` they are counted though they are kept.
+    `find_duplicates` they are counted though they are kept. With `most` a file is looked through only until so many
+    rows are found, and has no others.
     Raises `UserError` for a file or function that does not exist, for a bad row unless they are skipped, and for too
     many of them.
     """
@@ -65,7 +67,7 @@ def load_dataset(
         return GeneratedRows(spec, load_function(spec, base), reader, seed, held_out, config.on_bad_row)
     source = open_source(spec, base, held_out and config.eval is not None)
     shuffle = config.shuffle and not held_out
-    return FileRows(source, config, spec, seed, shuffle, count_tokens, find_duplicates)
+    return FileRows(source, config, spec, seed, shuffle, count_tokens, find_duplicates, most)
 
 
 def open_source(spec: str, base: Path, held_out: bool) -> Source:
@@ -106,6 +108,7 @@ class FileRows:
         shuffle: bool = True,
         count_tokens: CountTokens | None = None,
         find_duplicates: bool = False,
+        most: int | None = None,
     ) -> None:
         self._source = source
         self._seed = seed
@@ -113,7 +116,7 @@ class FileRows:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # draws go through one epoch after the other
         self._reader = reader_for(config, _first(source), count_tokens)
         self.report = RowReport(name, self._reader.format.name)
-        self._good = self._look_through(config, find_duplicates or config.on_duplicate != "keep")
+        self._good = self._look_through(config, find_duplicates or config.on_duplicate != "keep", most)
 
     @property
     def format(self) -> str:
@@ -134,11 +137,13 @@ class FileRows:
         except BadRow as error:
             raise error.at(self._source.where(number)) from None
 
-    def _look_through(self, config: DataConfig, find_duplicates: bool) -> "array[int]":
+    def _look_through(self, config: DataConfig, find_duplicates: bool, most: int | None) -> "array[int]":
         """The numbers of the rows that can be used. Raises `UserError`."""
         good = array("q")
         seen: dict[bytes, int] = {}
         for number in range(len(self._source)):
+            if len(good) == most:
+                break
             try:
                 row, left_out = self._read(number)
                 first = self._same(row, number, seen) if find_duplicates else None
@@ -160,7 +165,8 @@ class FileRows:
             self.report.tests_left_out += left_out
             good.append(number)
         self.report.rows = len(good)
-        self.report.check(config.bad_rows_max)
+        if most is None or not good:
+            self.report.check(config.bad_rows_max)
         if not good:
             raise UserError(
                 f"The data {self.report.source} has no rows.", "It must hold at least one row with a 'prompt'."

@@ -39,9 +39,19 @@ class RowReader:
             raise BadRow(f"the row has no 'prompt', only {known(columns)}", _REMEDY)
         prompt, task = self.format.adapt(columns)
         _check_prompt(prompt)
-        task, left_out = _fewer_tests(task, config.tests_bytes_max)
-        row = {"prompt": _dressed(prompt, config), **task}
-        _check_sendable(row)
+        prompt = _dressed(prompt, config)
+        fewer, left_out = _fewer_tests(task, config.tests_bytes_max)
+        row = {"prompt": prompt, **fewer}
+        try:
+            _check_sendable(row)
+        except BadRow:
+            sendable = [test for test in _tests(task) if _can_be_sent(test)]
+            if not sendable or len(sendable) == len(_tests(task)):
+                raise
+            fewer, left_out = _fewer_tests(task | {"tests": sendable}, config.tests_bytes_max)
+            left_out += len(_tests(task)) - len(sendable)
+            row = {"prompt": prompt, **fewer}
+            _check_sendable(row)
         if config.max_prompt_tokens is not None and self._count_tokens is not None:
             try:
                 tokens = self._count_tokens(row["prompt"])
@@ -86,6 +96,8 @@ def _check_prompt(prompt: Any) -> None:
             missing = [key for key in ("role", "content") if not isinstance(message, dict) or key not in message]
             if missing:
                 raise BadRow(f"message {number} of the prompt has no '{missing[0]}'", _REMEDY)
+            if not isinstance(message["role"], str):
+                raise BadRow(f"the role of message {number} of the prompt is no text", _REMEDY)
     empty = not prompt or (isinstance(prompt, str) and not prompt.strip())
     if not isinstance(prompt, str | list) or empty:
         what = "empty" if isinstance(prompt, str | list) else type(prompt).__name__
@@ -108,8 +120,8 @@ def _dressed(prompt: Any, config: DataConfig) -> Any:
 
 def _fewer_tests(task: dict[str, Any], bytes_max: int) -> tuple[dict[str, Any], int]:
     """The task with the tests that fit into `bytes_max` and that `code` takes; how many do not. Raises `BadRow`."""
-    tests = task.get("tests")
-    if not isinstance(tests, list):
+    tests = _tests(task)
+    if not tests:
         return task, 0
     kept: list[Any] = []
     left = bytes_max
@@ -118,9 +130,23 @@ def _fewer_tests(task: dict[str, Any], bytes_max: int) -> tuple[dict[str, Any], 
         if size <= left and len(kept) < TESTS_MAX:
             kept.append(test)
             left -= size
-    if tests and not kept:
+    if not kept:
         raise BadRow(f"none of its {len(tests)} tests fits into {bytes_max:,} bytes", "Raise data.tests_bytes_max.")
     return task | {"tests": kept}, len(tests) - len(kept)
+
+
+def _tests(task: Mapping[str, Any]) -> list[Any]:
+    tests = task.get("tests")
+    return tests if isinstance(tests, list) else []
+
+
+def _can_be_sent(test: Any) -> bool:
+    """Whether a message can hold it: a call with a list of 100,000 numbers, or of 100 digits, cannot."""
+    try:
+        _check_sendable({"prompt": "-", "tests": [test]})
+    except BadRow:
+        return False
+    return True
 
 
 def _size(value: Any) -> int:

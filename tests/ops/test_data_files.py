@@ -1,5 +1,6 @@
 """Files of data may be larger than memory, packed, cut, or changed while they are read: rows come by number still."""
 
+import datetime
 import gzip
 import json
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,11 @@ def test_a_packed_file_that_fits_nowhere_says_where_to_put_it(tmp_path: Path, mo
     with pytest.raises(UserError, match=r"data\.jsonl\.gz does not fit, unpacked") as told:
         rows_in(tmp_path, "data.jsonl.gz")
     assert "TMPDIR" in str(told.value.remedy)
+
+
+def test_dates_and_decimal_numbers_become_text_however_deep(tmp_path: Path) -> None:
+    """A column that nobody reads, of dates within a map, made every row a bad one."""
+    day, price = datetime.date(2020, 1, 2), Decimal("1.50")
+    write_parquet(tmp_path / "data.parquet", [{"prompt": "a", "day": day, "seen": [{"day": day, "price": price}]}])
+    row = rows_in(tmp_path, "data.parquet")[0]
+    assert row == {"prompt": "a", "day": "2020-01-02", "seen": [{"day": "2020-01-02", "price": "1.50"}]}

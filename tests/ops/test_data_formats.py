@@ -281,6 +281,20 @@ def test_tests_beyond_the_limit_are_left_out_and_counted(tmp_path: Path) -> None
         load_dataset(DataConfig(train="rows.jsonl", tests_bytes_max=10), tmp_path)
 
 
+def test_tests_that_no_message_can_hold_are_left_out_and_the_row_is_kept(tmp_path: Path) -> None:
+    """One call with a long list made the whole problem a bad row, and stopped the run."""
+    good = {"function": "f", "args": [[1, 2]], "expected": 3}
+    large = [{"args": [[1] * 5000]}, {"args": [2**70]}, {"expected": 2**70}, {"args": [[[[[[[[[1]]]]]]]]]}]
+    tests = [*(good | bad for bad in large), good]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "f?", "tests": tests}))
+    data = load_dataset(DataConfig(train="rows.jsonl"), tmp_path)
+    assert data.row(0)["tests"] == [good]
+    assert data.report.tests_left_out == 4  # type: ignore[attr-defined]
+    (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": "f?", "tests": tests[:1]}))
+    with pytest.raises(UserError, match="plain data"):
+        load_dataset(DataConfig(train="none.jsonl"), tmp_path)
+
+
 def test_a_reward_that_can_only_fail_on_the_rows_is_told_with_one_that_fits() -> None:
     """`exact` is the default, and compares with an answer that code problems do not have."""
     with pytest.raises(UserError, match="no 'answer', but tests") as told:

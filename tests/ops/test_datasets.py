@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ops.datasets import DataConfig, Dataset
+from ops.datasets import DataConfig, Dataset, FileRows
 from ops.datasets import load_dataset as load
 from schemas import UserError
 
@@ -147,3 +147,15 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"Reading .* needs the package pyarrow.*pip install 'rollstream\[parquet\]'"):
         load_dataset("data.parquet", tmp_path)
+
+
+def test_a_look_at_the_first_rows_does_not_read_the_others(tmp_path: Path) -> None:
+    """Checks before a run, and evaluation, would otherwise read all of a file of gigabytes."""
+    lines = [json.dumps(row) for row in ROWS]
+    (tmp_path / "data.jsonl").write_text("\n".join(["no json", *lines[:3], "no json", *lines[3:]]))
+    config = DataConfig(train="data.jsonl", on_bad_row="skip", bad_rows_max=0.0, shuffle=False)
+    data = load(config, tmp_path, most=3)
+    assert isinstance(data, FileRows)
+    assert (len(data), data.report.bad_rows, [data.row(k) for k in range(3)]) == (3, 1, ROWS[:3])
+    with pytest.raises(UserError, match="2 of 19 rows are bad"):
+        load(config, tmp_path)
