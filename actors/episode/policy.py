@@ -145,6 +145,10 @@ class Policy:
         self.said.extend(Said(tokens, one.answer) for one in answered)
         return [one.answer for one in answered]
 
+    def skip(self) -> None:
+        """Leave out the number of a question that an earlier life was refused."""
+        self._number += 1
+
     def chat(self, tools: Sequence[dict[str, Any]] = ()) -> Conversation:
         """A conversation that begins with the prompt. `tools` are told by the chat template, in OpenAI's format."""
         conversation = Conversation(self, self.tokenizer, self.prompt.prompt, tools)

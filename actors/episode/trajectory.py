@@ -91,7 +91,8 @@ class _Sequence:
 
 
 def sequences_of(turns: Sequence[Said], per_turn: bool) -> list[_Sequence]:
-    """The sequences that the turns make; with `per_turn` each is one by itself."""
+    """The sequences that the turns make, by their last turns: what was said last stands last. With `per_turn` each turn
+    is one by itself."""
     out: list[_Sequence] = []
     for place, said in enumerate(turns):
         if not len(said.answer.tokens):
@@ -103,7 +104,7 @@ def sequences_of(turns: Sequence[Said], per_turn: bool) -> list[_Sequence]:
             sequence = _Sequence(said)
             out.append(sequence)
         sequence.add(place, said)
-    return out
+    return sorted(out, key=lambda one: one.turns[-1][0])
 
 
 def rollout_of(

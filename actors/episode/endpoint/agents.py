@@ -102,6 +102,7 @@ class Agents:
             await self._process.stdin.drain()
             told = await future
         except (ConnectionError, RuntimeError) as error:  # uvloop answers a write to a closed pipe with the latter
+            self._running.pop(number, None)
             raise AgentFailed(f"the process of the agents is gone: {error}") from None
         except asyncio.CancelledError:
             self._running.pop(number, None)

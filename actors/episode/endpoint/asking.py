@@ -12,6 +12,13 @@ from actors.episode.endpoint.session import Question, Session
 from actors.episode.endpoint.tree import Node
 from schemas import UserError
 
+NOT_A_TEMPLATES = {
+    "messages", "tools", "tokenize", "add_generation_prompt", "conversation", "return_dict", "chat_template", "padding",
+    "continue_final_message", "truncation", "max_length", "return_tensors", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""Parameters of Transformers' `apply_chat_template` itself; all others are the template's."""
+
 
 def ask_chat(body: ChatBody, session: Session, limit: int) -> Question:
     """The question of a chat. Raises `ApiError`."""
@@ -65,9 +72,9 @@ def _asked(
         known = fingerprint(known, message)
         if message["role"] == "assistant" and (node := session.tree.known(known)) is not None:
             parent, at = node, i
-    reserved = {"messages", "tools", "tokenize", "add_generation_prompt", "conversation", "return_dict"} & set(options)
+    reserved = sorted(NOT_A_TEMPLATES & set(options))
     if reserved:
-        raise bad(f"chat_template_kwargs: {reserved.pop()} is not one of a template's own", "chat_template_kwargs")
+        raise bad(f"chat_template_kwargs: {reserved[0]} is not one of a template's own", "chat_template_kwargs")
     tokens: tuple[int, ...] | None = None
     shown = [{name: value for name, value in m.items() if name != "instructions"} for m in messages]
     if parent is not None:

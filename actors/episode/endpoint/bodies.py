@@ -55,6 +55,10 @@ Count: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 
 
+REWARD_MAX = 1e30  # rewards are stored in 32 bits
+Reward: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-REWARD_MAX, le=REWARD_MAX)]
+
+
 class Function(BaseModel):
     """A tool's name and JSON schema."""
 
@@ -243,7 +247,7 @@ class RewardBody(BaseModel):
     """`POST /v1/rewards`: for one answer by its id (and choice), or for the whole session."""
 
     model_config = ConfigDict(extra="forbid")
-    reward: float = Field(allow_inf_nan=False)
+    reward: Reward
     response_id: str | None = Field(None, max_length=ID_CHARS_MAX)
     choice: int = Field(0, ge=0, lt=1 << 20)
 
@@ -252,7 +256,7 @@ class EndBody(BaseModel):
     """`POST /v1/sessions/{id}/end`."""
 
     model_config = ConfigDict(extra="forbid")
-    reward: float | None = Field(None, allow_inf_nan=False)
+    reward: Reward | None = None
     drop: str | None = Field(None, max_length=1000)
 
 

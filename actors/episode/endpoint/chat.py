@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from actors.episode.endpoint.bodies import ChatBody
 from actors.episode.endpoint.formats import Piece, Reading, chat_logprobs, finish_reason, usage
+from actors.episode.endpoint.messages import kept
 from actors.episode.endpoint.session import Exchange, Session
 from actors.episode.endpoint.tool_calls import Text
 from actors.episode.endpoint.tree import Node
@@ -25,7 +25,7 @@ def whole(body: ChatBody, session: Session, exchange: Exchange, nodes: list[Node
             "refusal": None,
         }
         if "tool_calls" in node.message:
-            message["tool_calls"] = [_with_text(call) for call in node.message["tool_calls"]]
+            message["tool_calls"] = kept(node.message)["tool_calls"]
         logprobs = None
         if body.logprobs:
             reading = Reading(session.tokenizer.decode, exchange.question.stop, exchange.question.tools)
@@ -95,12 +95,6 @@ async def stream(body: ChatBody, session: Session, exchange: Exchange) -> AsyncI
     if wants_usage:
         total = sum(len(node.answer.tokens) for node in nodes)
         yield {**head, "choices": [], "usage": usage(len(exchange.question.prompt_tokens), total)}
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as the API has it: arguments are JSON as text."""
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _head(body: ChatBody, session: Session, exchange: Exchange, kind: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import structlog
 from actors import clock
 from actors.episode.config import EpisodeConfig
 from actors.episode.endpoint.agents import AgentFailed, Agents
+from actors.episode.endpoint.messages import kept
 from actors.episode.endpoint.place import Place
 from actors.episode.endpoint.prompt_text import ChatTokenizer
 from actors.episode.endpoint.recorded import note_writer, recorded_notes, recorded_questions
@@ -108,7 +109,8 @@ class AgentEpisode:
         )
         try:
             if self.external:
-                await session.restore(await recorded_questions(self._bus, sample), notes)
+                asked = await recorded_questions(self._bus, sample) if notes else []  # nobody has the key before
+                await session.restore(asked, notes)
             await self._registry.open(session, offered=self.external and not session.taken)
             if self._agents is not None:
                 await self._managed(self._agents, session, task)
@@ -173,7 +175,7 @@ def trajectory_of(prompt: Prompt, session: Session) -> Trajectory:
         turns=[Said(node.prompt_tokens, node.answer) for node in heard],
         text=last.text if last is not None else "",
         finish="length" if last is None or session.bound else last.finish,
-        messages=messages,
+        messages=[kept(message) for message in messages],
         reward=0.0 if session.reward is None and rewarded else session.reward,
         turn_rewards=[node.reward or 0.0 for node in heard] if rewarded else (),
     )

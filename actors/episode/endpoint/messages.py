@@ -105,6 +105,30 @@ def read_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def kept(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the API and the log have it: arguments are JSON as text, for they may be nested as deep, and their
+    numbers as large, as a model likes."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        for call in message["tool_calls"]
+        for arguments in [call["function"]["arguments"]]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def read_kept(message: dict[str, Any]) -> dict[str, Any]:
+    """What `kept` was made of."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def fingerprint(before: str, message: dict[str, Any]) -> str:
     """What a conversation is known by that goes on from `before` with `message`."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]

@@ -227,8 +227,8 @@ class Nursery:
                 self._selector.unregister(child.output)
 
     def _end(self, child: _Running) -> None:
+        _kill(child.pid)  # what it has left behind; while it is not waited for, its number is nobody else's
         _, status = os.waitpid(child.pid, 0)
-        _kill(child.pid)  # what it has left behind
         said = b""
         with contextlib.suppress(BlockingIOError):
             said = os.read(child.result, RESULT_BYTES_MAX)

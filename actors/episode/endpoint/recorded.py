@@ -9,10 +9,13 @@ from bus.port import Bus
 from bus.table import ANSWERS, NOTES, TURNS
 from schemas import Note, Prompt, Turn
 
+GAP_MAX = 16  # questions in a row that were refused before they came to the log
 
-async def recorded_questions(bus: Bus, sample: str) -> list[Recorded]:
-    """What was asked on behalf of a sample, in order."""
-    found: list[Recorded] = []
+
+async def recorded_questions(bus: Bus, sample: str) -> list[Recorded | None]:
+    """What was asked on behalf of a sample, in order; None in the place of what was refused before it was asked."""
+    found: list[Recorded | None] = []
+    missing = 0
     for number in itertools.count():
         turns: list[Turn] = []
         for choice in itertools.count():
@@ -23,7 +26,12 @@ async def recorded_questions(bus: Bus, sample: str) -> list[Recorded]:
             assert isinstance(turn, Turn)
             turns.append(turn)
         if not turns:
-            return found
+            missing += 1
+            if missing > GAP_MAX:
+                return found
+            continue
+        found += [None] * missing
+        missing = 0
         answered = [await bus.last(ANSWERS, turn.id) is not None for turn in turns]
         first = turns[0]
         found.append(
@@ -50,21 +58,28 @@ async def recorded_notes(bus: Bus, sample: str) -> list[Note]:
 
 
 def note_writer(bus: Bus, prompt: Prompt, known: int) -> Notes:
-    """Puts notes on the log, behind those that are known."""
-    numbers = itertools.count(known)
+    """Puts notes on the log, behind those that are known; one at a time. A number is used once its note stands there:
+    the next life reads to the first that is missing."""
+    number, sure = known, True
 
     async def write(kind: str, value: float | None, place: tuple[int, int] | None, detail: str) -> None:
+        nonlocal number, sure
         turn, choice = place or (-1, 0)
+        while not sure:  # the bus failed: the note may stand there, or not
+            sure = await bus.last(NOTES, f"{prompt.sample_id}/{number}") is None
+            number += not sure
         note = Note(
             group_id=prompt.group_id,
             index=prompt.index,
-            number=next(numbers),
+            number=number,
             kind=kind,  # type: ignore[arg-type]  # checked by the message itself
             value=value,
             turn=turn,
             choice=choice,
             detail=detail,
         )
+        sure = False
         await bus.publish(note)
+        number, sure = number + 1, True
 
     return write

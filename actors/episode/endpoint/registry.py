@@ -65,13 +65,17 @@ class Registry:
         if session in self._offered:
             self._offered.remove(session)
 
+    def check(self, key: str) -> None:
+        """Raises `ApiError` unless `key` is that of a session, wherever that may be."""
+        if not is_key(self._secret, key):
+            raise ApiError(401, "The API key is that of no session of this run.", code="invalid_api_key")
+
     async def find(self, key: str, wait_s: float) -> Session:
         """The session of a key. One that was here before a restart comes back soon: it is waited for.
 
         Raises `ApiError`: no such key, the session has ended, or has not come within `wait_s`.
         """
-        if not is_key(self._secret, key):
-            raise ApiError(401, "The API key is that of no session of this run.", code="invalid_api_key")
+        self.check(key)
         try:
             async with asyncio.timeout(wait_s), self._changed:
                 while (session := self._sessions.get(key)) is None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -36,8 +39,21 @@ AGAIN_HEADER = "x-stainless-retry-count"  # of OpenAI's clients: how often this 
 REWARD_HEADER = "x-rollstream-reward"  # what the answer has earned that this request goes on from
 UNHEEDED_HEADER = "x-rollstream-unheeded"
 ID_HEADER = "x-request-id"
+BODY_S = 60.0  # for a request's body to arrive
+SLOW_S = 60.0  # for a client to take what it is sent
+TURNED_AWAY_MAX = 4096  # requests whose refusal is remembered
+LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})  # to some readers of streams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """What a request that is served has. `again`: it was sent before, and may have been asked then; `asked` is now."""
+
+    session: Session
+    again: bool
+    asked: list[Exchange] = field(default_factory=list)
 
 
 class Server:
@@ -59,6 +75,8 @@ class Server:
         self._limit = max_new_tokens
         self._token = token
         self._in_flight = asyncio.Semaphore(config.requests_max)
+        self._waiting = 0  # requests that wait for room
+        self._turned_away: OrderedDict[bytes, int] = OrderedDict()  # digests of requests, and how often
         self._unheeded: set[str] = set()
         self._runner: web.AppRunner | None = None
 
@@ -94,35 +112,38 @@ class Server:
     # ---- answers
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(ChatBody, await request.read())
-        async with self._served(request) as session:
-            exchange = await self._asked(request, session, ask_chat(body, session, self._limit))
+        body = read_body(ChatBody, await self._read(request))
+        async with self._served(request) as place:
+            session = place.session
+            exchange = await self._asked(request, place, ask_chat(body, session, self._limit))
             if body.stream:
                 return await self._streamed(request, body, [exchange], chat.stream(body, session, exchange))
             nodes = await exchange.nodes()
             return self._answered(body, [exchange], chat.whole(body, session, exchange, nodes))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(CompletionBody, await request.read())
-        async with self._served(request) as session:
+        body = read_body(CompletionBody, await self._read(request))
+        async with self._served(request) as place:
+            session = place.session
             questions = ask_texts(body, session, self._limit)
-            asked = [await self._asked(request, session, question) for question in questions]
+            asked = [await self._asked(request, place, question) for question in questions]
             if body.stream:
                 return await self._streamed(request, body, asked, completions.stream(body, session, asked))
             answers = [(exchange, await exchange.nodes()) for exchange in asked]
             return self._answered(body, asked, completions.whole(body, session, answers))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(ResponsesBody, await request.read())
-        async with self._served(request) as session:
-            exchange = await self._asked(request, session, ask_response(body, session, self._limit))
+        body = read_body(ResponsesBody, await self._read(request))
+        async with self._served(request) as place:
+            session = place.session
+            exchange = await self._asked(request, place, ask_response(body, session, self._limit))
             if body.stream:
                 return await self._streamed(request, body, [exchange], responses.stream(body, session, exchange))
             (node,) = await exchange.nodes()
             return self._answered(body, [exchange], responses.whole(body, session, exchange, node))
 
-    async def _asked(self, request: web.Request, session: Session, question: Question) -> Exchange:
-        told = request.headers.get(REWARD_HEADER)
+    async def _asked(self, request: web.Request, place: _Place, question: Question) -> Exchange:
+        session, told = place.session, request.headers.get(REWARD_HEADER)
         if told is not None:
             reward = read_model(RewardBody, {"reward": told}).reward
             if question.parent is None:
@@ -130,7 +151,10 @@ class Server:
                     f"The header {REWARD_HEADER} rewards the answer that a request goes on from; this one is new."
                 )
             await session.earn(reward, question.parent)
-        return session.ask(question, again=request.headers.get(AGAIN_HEADER, "0") != "0")
+        exchange = session.ask(question, place.again)
+        exchange.listeners += 1
+        place.asked.append(exchange)
+        return exchange
 
     def _answered(self, body: Body, exchanges: list[Exchange], answer: dict[str, Any]) -> web.Response:
         for exchange in exchanges:
@@ -152,16 +176,17 @@ class Server:
             await response.prepare(request)
             named = "type" in first  # events of the responses API are named, and have no end mark
             try:
-                await response.write(_sse(first, named))
+                await _send(request, response, _sse(first, named))
                 async for event in events:
-                    await response.write(_sse(event, named))
+                    await _send(request, response, _sse(event, named))
                 for exchange in exchanges:
                     exchange.hear()
             except ApiError as error:
                 failed = error.body()["error"]
-                await response.write(_sse({"type": "error", **failed} if named else {"error": failed}, named))
+                told = {"type": "error", **failed} if named else {"error": failed}
+                await _send(request, response, _sse(told, named))
             if not named:
-                await response.write(b"data: [DONE]\n\n")
+                await _send(request, response, b"data: [DONE]\n\n")
             await response.write_eof()
             return response
 
@@ -180,24 +205,61 @@ class Server:
     # ---- sessions
 
     @contextlib.asynccontextmanager
-    async def _served(self, request: web.Request) -> AsyncIterator[Session]:
-        """The session of a request, with room for it. Raises `ApiError`."""
+    async def _served(self, request: web.Request) -> AsyncIterator[_Place]:
+        """The session of a request, and room for it. Raises `ApiError`."""
         session = await self._registry.find(_key(request), self._config.wait_s)
-        try:
-            async with asyncio.timeout(self._config.wait_s):
-                await self._in_flight.acquire()
-        except TimeoutError:
-            raise too_busy(f"{self._config.requests_max} requests are in flight, as many as may be.") from None
+        sent_before = request.headers.get(AGAIN_HEADER, "0") != "0"
+        place = _Place(session, sent_before and not await self._was_turned_away(request))
+        await self._room(request)
         session.open += 1
         try:
-            yield session
+            yield place
         finally:
+            for exchange in place.asked:
+                exchange.listeners -= 1
             session.open -= 1
             session.touch()
             self._in_flight.release()
 
+    async def _room(self, request: web.Request) -> None:
+        """Wait for room; as many may wait as may be in flight, since each holds its body. Raises `ApiError`."""
+        most = self._config.requests_max
+        if self._waiting < most:
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._config.wait_s):
+                    await self._in_flight.acquire()
+                return
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting -= 1
+        digest = await _digest(request)
+        self._turned_away[digest] = self._turned_away.pop(digest, 0) + 1
+        if len(self._turned_away) > TURNED_AWAY_MAX:
+            self._turned_away.popitem(last=False)
+        raise too_busy(f"{most} requests are in flight, as many as may be.")
+
+    async def _was_turned_away(self, request: web.Request) -> bool:
+        """Whether a request that its client sends again was refused for want of room: then it was never asked, and an
+        answer to another like it is not its own."""
+        digest = await _digest(request)
+        times = self._turned_away.pop(digest, 0)
+        if times > 1:
+            self._turned_away[digest] = times - 1
+        return times > 0
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body, of those who have a key. Raises `ApiError`."""
+        self._registry.check(_key(request))
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"The body did not arrive within {BODY_S:g} s.", code="body_too_slow") from None
+
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        body = read_model(RewardBody, read_json(await request.read()))
+        body = read_model(RewardBody, read_json(await self._read(request)))
         session = await self._registry.find(_key(request), self._config.wait_s)
         node = session.node_of(body.response_id, body.choice) if body.response_id is not None else None
         await session.earn(body.reward, node)
@@ -205,7 +267,9 @@ class Server:
 
     async def _hand_out(self, request: web.Request) -> web.StreamResponse:
         """A task for an external agent."""
-        if self._token is not None and not hmac.compare_digest(_key(request).encode(), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(
+            _key(request).encode(errors="replace"), self._token.encode()
+        ):
             raise ApiError(401, "Show the run's agent token as the API key to get a session.", code="invalid_api_key")
         session = await self._registry.take(self._config.wait_s)
         try:
@@ -225,7 +289,7 @@ class Server:
             raise
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await self._read(request)
         body = read_model(EndBody, read_json(raw) if raw.strip() else {})
         session = await self._registry.find(_key(request), self._config.wait_s)
         if request.match_info["id"] not in ("current", session.id):
@@ -249,8 +313,24 @@ class Server:
 
 
 def _sse(event: dict[str, Any], named: bool) -> bytes:
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
     return (f"event: {event['type']}\n" if named else "").encode() + f"data: {data}\n\n".encode()
+
+
+async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Raises `ConnectionError` if the client does not take it: others wait for its place."""
+    try:
+        async with asyncio.timeout(SLOW_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client has taken nothing for {SLOW_S:g} s") from None
+
+
+async def _digest(request: web.Request) -> bytes:
+    """What a request is known by if it is sent again. Its body has been read."""
+    return hashlib.sha256(_key(request).encode(errors="replace") + await request.read()).digest()
 
 
 def _key(request: web.Request) -> str:
@@ -288,4 +368,6 @@ def _refusal(error: ApiError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 409:  # which OpenAI's client would try again
+        headers["x-should-retry"] = "false"
     return web.json_response(error.body(), status=error.status, headers=headers)

@@ -7,6 +7,8 @@ and the log stays right whoever listens. Everything here can be made again from 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from actors import clock
 from actors.episode.endpoint.errors import ApiError, bad
 from actors.episode.endpoint.formats import Reading
-from actors.episode.endpoint.messages import digest, fingerprint
+from actors.episode.endpoint.messages import digest, fingerprint, kept, read_kept
 from actors.episode.endpoint.prompt_text import ChatTokenizer
 from actors.episode.endpoint.tree import Node, Tree
 from actors.episode.exchange import OnTokens
@@ -39,6 +41,9 @@ class Policy(Protocol):
         context: dict[str, Any] | None = None,
     ) -> list[Answer]:
         """`n` answers to a prompt. Raises `Bound`."""
+
+    def skip(self) -> None:
+        """Leave out the number of a question that was refused before it came to the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class Exchange:
     task: asyncio.Task[list[Node]] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     heard: bool = False  # its answers were given to the agent
+    listeners: int = 0  # requests that wait for its answers
 
     def take(self, choice: int, start: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Tokens have come. Some may be missing before them, then they wait for the answer; some may be known."""
@@ -179,6 +185,9 @@ class Session:
         self.taken = False
         self.touched_s = clock.monotonic_s()
         self.open = 0  # requests in flight
+        self._numbers = itertools.count()
+        self._writing = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
         self._exchanges: list[Exchange] = []
         self._by_id: dict[str, Exchange] = {}
         self._restored: list[Exchange] = []  # of an earlier life; whoever asks the same again finds them, once each
@@ -214,12 +223,16 @@ class Session:
         return self._begun(question)
 
     def _unused(self) -> list[Exchange]:
-        """Questions on whose answers nothing was built, those first whose answers nobody got, then the newest."""
+        """Questions on whose answers nothing was built; those first for whose answers nobody waits and that nobody
+        got, then the newest."""
         built_on = {e.question.parent.number for e in self._exchanges if e.question.parent is not None}
-        return sorted((e for e in self._exchanges if e.number not in built_on), key=lambda e: (e.heard, -e.number))
+        unused = (e for e in self._exchanges if e.number not in built_on)
+        return sorted(unused, key=lambda e: (e.listeners > 0, e.heard, -e.number))
 
     def _begun(self, question: Question, context: dict[str, Any] | None = None) -> Exchange:
-        exchange = Exchange(len(self._exchanges), question, [([], []) for _ in range(question.n)])
+        exchange = Exchange(next(self._numbers), question, [([], []) for _ in range(question.n)])
+        if question.parent is not None:
+            question.parent.heard = True  # it goes on from it, so the agent has it, even if it hung up on the rest
         self._exchanges.append(exchange)
         self._by_id[self.response_id(exchange.number)] = exchange
         exchange.task = asyncio.create_task(
@@ -234,21 +247,26 @@ class Session:
         return {
             "parent": [parent.number, parent.choice] if parent is not None else [],
             "known": question.known,
-            "messages": question.new,
+            "messages": [kept(message) for message in question.new],
             "text": question.text[len(parent.text) if parent is not None else 0 :],
             "tools": question.tools,
         }
 
-    async def restore(self, recorded: Sequence[Recorded], notes: Sequence[Note]) -> None:
-        """Go on from where an earlier life came to: what it asked, in order. The log answers again."""
+    async def restore(self, recorded: Sequence[Recorded | None], notes: Sequence[Note]) -> None:
+        """Go on from where an earlier life came to: what it asked, in order, None where a number is missing. The log
+        answers again."""
         for asked in recorded:
+            if asked is None:
+                next(self._numbers)
+                self.policy.skip()
+                continue
             place = asked.context.get("parent") or []
             parent = self.tree.at(*place) if place else None
             question = Question(
                 prompt_tokens=asked.prompt_tokens,
                 parent=parent,
                 known=str(asked.context.get("known", "")),
-                new=list(asked.context.get("messages", ())),
+                new=[read_kept(message) for message in asked.context.get("messages", ())],
                 text=(parent.text if parent is not None else "") + str(asked.context.get("text", "")),
                 max_new_tokens=asked.max_new_tokens,
                 stop=asked.stop,
@@ -258,8 +276,9 @@ class Session:
             exchange = self._begun(question, asked.context)
             self._restored.append(exchange)
             if asked.answered:  # those that were not are asked of the workers, and nobody waits for them here
-                await exchange.nodes()
-                exchange.hear()
+                with contextlib.suppress(ApiError):  # refused then, as now
+                    await exchange.nodes()
+                    exchange.hear()
         for note in notes:
             self._replay(note)
 
@@ -272,7 +291,7 @@ class Session:
             case "reward":
                 node = self.tree.at(note.turn, note.choice)
                 if node is not None:
-                    node.reward = note.value
+                    node.earn(note.value or 0.0)
             case "end":
                 self.reward = self.reward if note.value is None else note.value
                 self.dropped = note.detail
@@ -341,30 +360,56 @@ class Session:
 
     async def earn(self, reward: float, node: Node | None) -> None:
         """Take a reward for one answer, or for the session. Raises `ApiError`."""
-        self._check_open()
-        if node is None:
-            await self._note("reward", reward)
-            self.reward = reward
-        else:
-            await self._note("reward", reward, (node.number, node.choice))
-            node.reward = reward
+
+        async def earn() -> None:
+            self._check_open()
+            if node is None:
+                await self._note("reward", reward)
+                self.reward = reward
+            else:
+                await self._note("reward", reward, (node.number, node.choice))
+                node.earn(reward)
+
+        await self._whole(earn)
 
     async def take(self) -> None:
         """An external agent has it now. Raises `ApiError`."""
-        self._check_open()
-        await self._note("taken")
-        self.taken = True
-        self.touch()
+
+        async def take() -> None:
+            self._check_open()
+            await self._note("taken")
+            self.taken = True
+            self.touch()
+
+        await self._whole(take)
 
     async def end(self, reward: float | None = None, drop: str = "") -> None:
         """It is over. A second end changes nothing."""
-        if self.ended.is_set():
-            return
-        await self._note("end", reward, detail=drop)
-        if reward is not None:
-            self.reward = reward
-        self.dropped = drop
-        self.ended.set()
+
+        async def end() -> None:
+            if self.ended.is_set():
+                return
+            await self._note("end", reward, detail=drop)
+            if reward is not None:
+                self.reward = reward
+            self.dropped = drop
+            self.ended.set()
+
+        await self._whole(end)
+
+    async def _whole(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Make a change, one after the other, and to its end even if who asked for it hangs up: what is on the log and
+        what is here stay the same."""
+
+        async def alone() -> None:
+            async with self._writing:
+                await change()
+
+        task = asyncio.create_task(alone(), name=f"{self.id} notes")
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        task.add_done_callback(_seen)
+        await asyncio.shield(task)
 
     def touch(self) -> None:
         """It was heard of now."""
@@ -384,7 +429,8 @@ class Session:
     async def close(self) -> None:
         """Ask nothing more."""
         self.ended.set()
-        tasks = [e.task for e in self._exchanges if e.task is not None and not e.task.done()]
+        asked = [e.task for e in self._exchanges if e.task is not None and not e.task.done()]
+        tasks: list[asyncio.Task[Any]] = [*asked, *self._writes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -35,6 +35,10 @@ class Node:
     heard: bool = False
     reward: float | None = None
 
+    def earn(self, reward: float) -> None:
+        """Take a reward; whoever gives one has the answer."""
+        self.reward, self.heard = reward, True
+
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and answer."""

@@ -76,6 +76,7 @@ class FakePolicy:
         self.say = say
         self.pause_s = pause_s
         self.hold: asyncio.Event | None = None
+        self.skipped = 0
         self.asked: list[tuple[int, ...]] = []
         self.contexts: list[dict[str, Any]] = []
         self.answers: list[list[Answer]] = []
@@ -102,6 +103,9 @@ class FakePolicy:
                 if on_tokens is not None and i < len(answer.tokens):
                     on_tokens(choice, i, (int(answer.tokens[i]),), (float(answer.logprobs[i]),))
         return answers
+
+    def skip(self) -> None:
+        self.skipped += 1
 
     def _answer(self, prompt_tokens: Sequence[int], most: int | None, stop: Sequence[str], choice: int) -> Answer:
         said = self.say(self.tokenizer.text_of(prompt_tokens), choice)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors.episode.endpoint import server
 from actors.episode.endpoint.bodies import ChatBody, CompletionBody, ResponsesBody, read_body
 from actors.episode.endpoint.errors import ApiError
 from actors.episode.endpoint.session import Session
@@ -47,6 +48,7 @@ async def post(endpoint: Endpoint, path: str, raw: Any, key: str) -> tuple[int, 
         ("chat/completions", {"messages": USER, "tempurature": 1}, "tempurature"),
         ("chat/completions", {"messages": USER, "tools": [{"type": "web_search"}]}, "tools"),
         ("chat/completions", {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+        ("chat/completions", {"messages": USER, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
         ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": "", "n": 1}, "no tokens"),
@@ -56,6 +58,7 @@ async def post(endpoint: Endpoint, path: str, raw: Any, key: str) -> tuple[int, 
         ("responses", {"input": [{"type": "web_search_call"}]}, "web_search_call"),
         ("responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format"),
         ("rewards", {"reward": "much"}, "reward"),
+        ("rewards", {"reward": 1e39}, "reward"),
         ("rewards", {"reward": 1, "response": "x"}, "response"),
     ],
 )
@@ -116,6 +119,63 @@ async def test_a_client_waits_for_room_as_long_as_it_is_told(endpoint: Endpoint)
     second = await endpoint.client(session, max_retries=2).chat.completions.create(model="m", messages=USER)
     assert second.choices[0].message.content == "b"
     await first
+
+
+@pytest.mark.parametrize("endpoint", [{"requests_max": 1, "wait_s": 0.1}], indirect=True)
+async def test_who_was_turned_away_is_answered_anew_and_not_with_the_answer_to_another(endpoint: Endpoint) -> None:
+    session = await endpoint.open(lambda prompt, choice: "b")
+    policy: Any = session.policy
+    policy.hold = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.3, policy.hold.set)
+    create = endpoint.client(session, max_retries=5).chat.completions.create
+    answers = await asyncio.gather(*(create(model="m", messages=USER) for _ in range(3)))  # the best of three, say
+    assert len({answer.id for answer in answers}) == len(policy.asked) == 3
+    status, _, _ = await post(endpoint, "chat/completions", b'{"messages": [{"role": "user"}]}', session.key)
+    assert status == 200  # as much room as before
+
+
+async def test_requests_that_are_alike_and_lost_together_get_their_own_answers(endpoint: Endpoint) -> None:
+    session = await endpoint.open(lambda prompt, choice: "b")
+    policy: Any = session.policy
+    policy.hold = asyncio.Event()
+    create = endpoint.client(session, timeout=0.3).chat.completions.create
+    lost = await asyncio.gather(*(create(model="m", messages=USER) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(error, openai.APITimeoutError) for error in lost)
+    asyncio.get_running_loop().call_later(0.3, policy.hold.set)
+    create = endpoint.client(session).chat.completions.create
+    again = {"x-stainless-retry-count": "1"}
+    answers = await asyncio.gather(*(create(model="m", messages=USER, extra_headers=again) for _ in range(2)))
+    assert (len({answer.id for answer in answers}), len(policy.asked)) == (2, 2)
+
+
+async def test_a_body_is_read_from_those_only_who_have_a_key_and_while_it_comes(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.3)
+    session = await endpoint.open(lambda prompt, choice: "b")
+    for key, status in (("sk-none", b"401"), (session.key, b"408")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\nAuthorization: Bearer {key}"
+        writer.write(head.encode() + b'\r\n\r\n{"messages"')
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line.split()[1] == status
+        writer.close()
+
+
+async def test_a_client_that_takes_nothing_loses_its_place(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SLOW_S", 0.3)
+    text = "x" * 4000
+    session = await endpoint.open(lambda prompt, choice: text)
+    body = json.dumps({"messages": USER, "stream": True, "logprobs": True, "n": 64})
+    _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}"
+    writer.write(f"{head}\r\nAuthorization: Bearer {session.key}\r\n\r\n{body}".encode())
+    async with asyncio.timeout(30):
+        while not session.open:
+            await asyncio.sleep(0.01)
+        while session.open:
+            await asyncio.sleep(0.05)
+    writer.close()
 
 
 async def test_a_session_that_has_gone_for_a_while_is_waited_for(endpoint: Endpoint) -> None:

@@ -21,6 +21,7 @@ from actors.episode.endpoint.tool_calls import Call, Text, ToolCallParser, parse
 from actors.episode.trajectory import rollout_of
 from ops.text import HfTokenizer
 from schemas import Note, Prompt, Rollout
+from schemas.trajectory import last_turn
 from tests.actors.endpoint.chat_model import FakePolicy, answer_of
 from tests.actors.endpoint.serving import Endpoint
 
@@ -117,6 +118,18 @@ async def test_a_rewritten_context_and_each_branch_are_sequences_of_their_own(en
         *(len(asked[0]), len(n1.tokens) + told + len(b.tokens)),
         *(len(asked[2]), len(s.tokens)),
     ]
+
+
+async def test_what_was_said_last_stands_last_whatever_the_agent_asked_in_between(endpoint: Endpoint) -> None:
+    said = iter(["one", "between", "at last"])
+    session = await endpoint.open(lambda prompt, choice: next(said))
+    client = endpoint.client(session)
+    first = (await client.chat.completions.create(model="m", messages=[user("a")])).choices[0].message
+    await client.chat.completions.create(model="m", messages=[user("another context")])
+    await client.chat.completions.create(model="m", messages=[user("a"), first, user("b")])
+    made = rollout(session)
+    begin, end = last_turn(made.observations, made.sequences, len(made.tokens))
+    assert (endpoint.tokenizer.decode(made.tokens[begin:end].tolist()), made.sequences.size) == ("at last", 4)
 
 
 async def test_text_goes_on_with_the_same_tokens_as_far_as_it_shows_them(endpoint: Endpoint) -> None:
