@@ -219,8 +219,12 @@ class _Shell:
         except Rejected as rejected:
             await self._reject(flight, message, rejected)
             return
-        for output in outcome.outputs if isinstance(outcome, HandBack) else outcome:
-            await self._bus.publish(output)
+        try:
+            for output in outcome.outputs if isinstance(outcome, HandBack) else outcome:
+                await self._bus.publish(output)
+        except MalformedMessage as error:  # such as too large: so it would be for every worker that is given it
+            await self._reject(flight, message, Rejected(f"its result cannot be stored: {error.reason}"))
+            return
         if isinstance(outcome, HandBack):
             await flight.delivery.nak()
             return

@@ -156,6 +156,18 @@ async def test_a_function_that_exits_has_failed_and_takes_no_other_episode_along
     assert (dropped.reason, "it called exit(3)" in dropped.detail) == ("error", True)
 
 
+async def test_a_trajectory_that_is_too_large_for_the_log_is_dropped_and_kills_no_worker(bus: Bus) -> None:
+    async def tells_much(prompt: Prompt, policy: Any) -> Any:
+        await policy.chat().ask()
+        told = [{"role": "tool", "content": "x" * 1_000_000}] * 9
+        return dataclasses.replace(policy.trajectory(reward=1.0), messages=told)
+
+    async with at_work(model(bus)), at_work(worker(bus, tells_much)):
+        await bus.publish(PROMPT)
+        dropped = await first(bus, DROPPED)
+    assert (dropped.sample_id, "cannot be stored" in dropped.detail) == ("1-0", True)
+
+
 async def test_a_function_of_which_nothing_ever_comes_stops_the_run_but_one_bad_row_or_a_slow_model_does_not(
     bus: Bus,
 ) -> None:
