@@ -41,6 +41,7 @@ class Answer:
         self.request = request
         self.prefix = request.unfinished()
         self.began = False
+        self.anew = False  # vLLM is to be asked again, since nothing of it was made
         self._greedy = request.sampling.temperature == 0.0
         self._tokens: list[int] = []
         self._logprobs: list[float] = []

@@ -77,7 +77,7 @@ class VllmEngine:
         self._pending = 0
         # More than the slots wait in vLLM, where they fill a free one without delay; but not if updates drain those.
         self._room = asyncio.Semaphore(config.slots) if config.on_update == "drain" else contextlib.nullcontext()
-        self._admitting = asyncio.Event()  # not while an update drains
+        self._admitting = asyncio.Event()  # not while an update drains, or swaps
         self._admitting.set()
         self._idle = asyncio.Event()  # vLLM has nothing
         self._idle.set()
@@ -139,13 +139,20 @@ class VllmEngine:
             self._pending -= 1
 
     async def _generate(self, request: Request) -> Generation:
+        while True:
+            answer = Answer(request, self._version)
+            finish = await self._generate_once(answer)
+            if not answer.anew or self._handed_over:
+                return answer.generation(finish)
+            await self._admitting.wait()
+
+    async def _generate_once(self, answer: Answer) -> Finish | None:
         self._requests += 1
-        name = f"{request.sample_id}#{self._requests}"
-        answer = self._answers[name] = Answer(request, self._version)
+        name = f"{answer.request.sample_id}#{self._requests}"
+        self._answers[name] = answer
         self._busy()
         try:
-            finish = await self._follow(name, answer)
-            return answer.generation(finish)
+            return await self._follow(name, answer)
         except EngineError as error:
             if not isinstance(error, ValueError):
                 self._fail(error)
@@ -228,6 +235,7 @@ class VllmEngine:
             self._check_open()
             check_shapes(self._shapes, await asyncio.to_thread(weight_shapes, Path(base or path)))
             await self._drain()
+            self._admitting.clear()  # who comes now would name the old version to the prefix cache
             started_s = time.monotonic()
             self._pause_clock()
             try:
@@ -271,6 +279,7 @@ class VllmEngine:
                 await vllm_versions.outputs_arrived(self._llm, self.config.slots)
                 for answer in self._answers.values():
                     answer.updated(version)
+                await self._begin_anew()
                 log.debug("weights_probed", version=version, tensors=[outcome["probed"] for outcome in outcomes])
             await self._llm.resume_generation()
         except Exception as error:
@@ -279,6 +288,18 @@ class VllmEngine:
             raise died from error
         if refused:
             raise WeightsError(refused[0])
+
+    async def _begin_anew(self) -> None:
+        """Have those that wait in vLLM ask again, under the version held now.
+
+        With a cache that is kept they would begin on keys and values of weights that are gone. Who has a token already
+        goes on: that is what keeping means.
+        """
+        if self.config.on_update == "keep":
+            waiting = {name: answer for name, answer in self._answers.items() if not answer.began}
+            for answer in waiting.values():
+                answer.anew = True
+            await self._llm.abort(list(waiting))
 
     def snapshot(self) -> list[Generation]:
         """See `Engine`."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.rollout.engine import Request, Sampling
+from actors.rollout.engine import Generation, Request, Sampling
 from tests.actors.tiny_model import plain_logprobs
-from tests.vllm.served import VOCAB, Served, launch, make_model, until
+from tests.vllm.served import SLOTS, VOCAB, Served, batch, launch, make_model, until
 
 TOLERANCE = 1e-4
 PROMPT = tuple(np.random.default_rng(0).integers(2, VOCAB, 500).tolist())
@@ -58,6 +58,33 @@ async def test_a_new_version_never_meets_the_cache_of_an_old_one(served: Served,
         await running
     prefilled = after.prefill_tokens - before.prefill_tokens
     assert 500 <= prefilled <= 500 + 7 * 20
+    for generation in fresh:
+        assert generation.segments == ((1, 4),)
+        expected = plain_logprobs(make_model(1), PROMPT, generation.tokens)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_who_waits_for_a_slot_or_comes_during_an_update_begins_on_the_new_weights(
+    served: Served, on_update: str
+) -> None:
+    """They were asked for under the old version, whose cache lies ready for their prompt and is gone for everybody."""
+    async with served.engine(on_update=on_update) as engine:
+        await engine.generate(group(1)[0])
+        busy = launch(engine, batch(SLOTS, new=200))
+        await until(lambda: engine.stats().running == SLOTS)
+        waiting = launch(engine, group(3))
+        await until(lambda: engine.stats().waiting == 3)
+        await asyncio.sleep(0.05)
+        update = asyncio.create_task(engine.update(1, served.weights(1)))
+        late: list[asyncio.Task[Generation]] = []
+        while not update.done():
+            late += launch(engine, [replace(group(1)[0], sample_id=f"late-{len(late)}")])
+            await asyncio.sleep(0.005)
+        await update
+        assert not any(task.done() for task in busy), "else nobody had to wait"
+        fresh = await asyncio.gather(*waiting, *late[:8])
+        await asyncio.gather(*busy, *late)
     for generation in fresh:
         assert generation.segments == ((1, 4),)
         expected = plain_logprobs(make_model(1), PROMPT, generation.tokens)
