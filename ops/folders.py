@@ -1,11 +1,13 @@
-"""Run folders: how a new one is named, and which one a person means."""
+"""Run folders: how a new one is named, which one a person means, and whether its run is up."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from schemas import UserError
 
@@ -66,3 +68,22 @@ def model_of(target: str) -> str:
                 raise UserError(f"The run in {folder} has no model yet: it is written at the end.", "Let the run end.")
             return str(folder / "model")
     return target
+
+
+async def is_down(url: str) -> bool:
+    """Whether the run's own server is gone: on this machine that is known at once, without waiting for a time-out."""
+    server = urlsplit(url)
+    if "," in url or server.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return False
+    try:
+        _, writer = await asyncio.open_connection(server.hostname, server.port or 4222)
+    except OSError:
+        return True
+    writer.close()
+    return False
+
+
+async def check_up(run: str, url: str, folder: Path) -> None:
+    """Raises `UserError` if a run that is found by its folder has no server any more."""
+    if await is_down(url):
+        raise UserError(f"The run {run} is not up.", f"Go on with it: rollstream run RECIPE --resume --dir {folder}")

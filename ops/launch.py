@@ -27,6 +27,7 @@ from bus.table import CONTROL, check_run_name
 from ops.datasets import read_notes
 from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
+from ops.folders import check_up
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.metrics.feed import written_beside
 from ops.metrics.tensorboard import need_tensorboard
@@ -137,6 +138,8 @@ async def up(
     from ops.logging import configure
 
     where = locate(folder, run, nats)
+    if folder is not None and nats is None:
+        await check_up(where.run, where.url, where.folder)
     configure(None, run=where.run, actor=f"up-{role}", console=True)
     bus = JetStreamBus(where.run, where.url, f"up-{role}")
     await bus.connect()

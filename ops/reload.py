@@ -11,10 +11,9 @@ from typing import Any
 
 from bus.port import Bus
 from bus.table import BEAT_EVERY_S
-from ops.folders import find_folder
+from ops.folders import find_folder, is_down
 from ops.launch import locate, start_of
 from ops.recipe import Recipe
-from ops.status import is_down
 from schemas import Control, UserError
 
 LISTEN_S = 1.5 * BEAT_EVERY_S  # in which each worker is heard
@@ -28,7 +27,7 @@ async def main(target: str | None, url: str | None = None, run_name: str | None 
     if (url is None) != (run_name is None):
         raise UserError("--nats and --run-name belong together.", "Give both, or the run's folder.")
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
-    if await is_down(where.url):
+    if run_name is None and await is_down(where.url):
         raise UserError(
             f"The run {where.run} is not up.",
             f"A run that begins reads the file: rollstream run RECIPE --resume --dir {where.folder}",

@@ -10,11 +10,10 @@ from typing import Any
 
 from bus.port import Bus
 from bus.table import CONTROL
-from ops.folders import find_folder
+from ops.folders import check_up, find_folder
 from ops.host import ROLES, Role
 from ops.launch import locate, start_of
 from ops.recipe import Recipe
-from ops.status import is_down
 from ops.workers import SCALABLE, fewest, read_wanted
 from schemas import Control, UserError
 
@@ -39,7 +38,9 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[Role, int]]:
         role = next((role for role in SCALABLE if role == name), None)
         if role is None:
             what = "cannot be scaled" if name in ROLES else "is no role"
-            raise UserError(f"{name} {what}.", WHY_NOT.get(name, f"Scale {' or '.join(SCALABLE)}."))
+            raise UserError(
+                f"{name} {what}.", WHY_NOT.get(name, f"Scale {', '.join(SCALABLE[:-1])} or {SCALABLE[-1]}.")
+            )
         if role in workers:
             raise UserError(f"{role} is given twice.", "Give each role once.")
         if not count.isdecimal() or int(count) > MOST:
@@ -56,10 +57,8 @@ async def main(arguments: Sequence[str], url: str | None = None, run_name: str |
     if (url is None) != (run_name is None):
         raise UserError("--nats and --run-name belong together.", "Give both, or the run's folder.")
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
-    if await is_down(where.url):
-        raise UserError(
-            f"The run {where.run} is not up.", f"Go on with it: rollstream run RECIPE --resume --dir {where.folder}"
-        )
+    if run_name is None:
+        await check_up(where.run, where.url, where.folder)
     bus = JetStreamBus(where.run, where.url, "scale")
     await bus.connect()
     try:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +28,7 @@ from bus.table import (
 )
 from ops.evaluate import eval_set
 from ops.evaluations import read_evaluations
-from ops.folders import find_folder
+from ops.folders import find_folder, is_down
 from ops.launch import Where, locate
 from ops.recipe import Recipe
 from ops.summary import Summary, print_summary
@@ -155,19 +154,6 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
     else:
         print_status(status)
     return 0
-
-
-async def is_down(url: str) -> bool:
-    """Whether the run's own server is gone: on this machine that is known at once, without waiting for a time-out."""
-    server = urlsplit(url)
-    if "," in url or server.hostname not in ("127.0.0.1", "localhost", "::1"):
-        return False
-    try:
-        _, writer = await asyncio.open_connection(server.hostname, server.port or 4222)
-    except OSError:
-        return True
-    writer.close()
-    return False
 
 
 def _ended(where: Where, as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -35,9 +36,20 @@ class HostCache:
         return self.folder / name
 
     def put(self, name: str, content: Buffer, keep: int = -1) -> Path:
-        """Put a file here, whole, and remove those of all but the newest versions and of version `keep`."""
+        """Put a file here, whole, and remove those of all but the newest versions and of version `keep`.
+
+        Raises `UserError` if the disk is full: it may be another one than that of the run.
+        """
         self.open()
-        write_whole(self.path(name), content, durable=False)
+        try:
+            write_whole(self.path(name), content, durable=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"The disk of {self.folder} is full: {len(content) / 1e6:.0f} MB of weights do not fit.",
+                f"Free some space there, or set TMPDIR to a folder with room for {KEPT + 1} versions.",
+            ) from None
         files = {path: place[0] for path in self.folder.glob("v*") if (place := version_and_base(path.name))}
         newest = sorted(set(files.values()))[-KEPT:]
         for path, version in files.items():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from dataclasses import replace
 
 import pytest
 
-from bus.weights import WeightsCorrupt, WeightsError, WeightsMissing, WeightStore
+from bus.weights import WeightsCorrupt, WeightsError, WeightsMissing, WeightStore, cache
 from bus.weights import tensors as safetensors
+from schemas import UserError
 from tests.bus.published_weights import Published, weights
 
 
@@ -138,3 +140,19 @@ async def test_the_cache_keeps_two_versions_and_removes_what_killed_processes_le
         await reader.fetch(published.events[version])
     assert sorted(path.name[:7] for path in (tmp_path / "cache" / "a-run").glob("v*")) == ["v000007", "v000008"]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["a-run"]
+
+
+async def test_a_full_disk_of_the_cache_is_told_with_its_folder_and_the_remedy(tmp_path, monkeypatch):
+    """It is often a small one in memory, and another one than the run's, which has room enough."""
+
+    def full(path, content, *, durable):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    published = Published(tmp_path)
+    published.publish(range(2))
+    reader = published.reader(tmp_path / "cache")
+    monkeypatch.setattr(cache, "write_whole", full)
+    with pytest.raises(UserError, match=rf"The disk of {tmp_path / 'cache'}.* is full") as told:
+        await reader.fetch(published.events[1])
+    assert "TMPDIR" in told.value.remedy
+    reader.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from ops.folders import find_folder, model_of, new_folder, newest_folder
+from ops.folders import check_up, find_folder, model_of, new_folder, newest_folder
 from schemas import UserError
 
 NOW_S = 1_750_000_000.0
@@ -57,3 +58,15 @@ def test_the_model_of_a_run_is_there_once_it_has_ended() -> None:
     (folder / "model").mkdir()
     assert model_of(folder.name) == str(folder / "model")
     assert model_of("org/model") == "org/model"
+
+
+async def test_a_run_whose_server_is_gone_is_not_up() -> None:
+    """Who joins it or scales it is told so at once, not of a refused connection."""
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))  # and nobody listens
+    url = f"nats://user:password@127.0.0.1:{closed.getsockname()[1]}"
+    with closed, pytest.raises(UserError, match="The run total is not up") as told:
+        await check_up("total", url, Path("runs/total"))
+    assert "--resume --dir runs/total" in told.value.remedy
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        await check_up("total", f"nats://127.0.0.1:{server.getsockname()[1]}", Path("runs/total"))
