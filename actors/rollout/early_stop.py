@@ -130,8 +130,9 @@ class Guard:
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # told above, if anybody is to know
                 await generating
-            del self._running[name]
-            self._checked.pop(name, None)
+            if self._running.get(name) is given_up:  # else the same sample came a second time, and is watched for that
+                del self._running[name]
+                self._checked.pop(name, None)
         if cut is None:
             return generation, None, 0
         self.stopped += 1
