@@ -89,7 +89,7 @@ class RolloutWorker:
         )
         self._encode = _memoised(tokenizer.encode_prompt)
         self._updated = asyncio.Condition()
-        self._saved: dict[str, int] = {}  # sample id -> tokens in its newest stored partial
+        self._saved: dict[str, int] = {}  # running sample's id -> tokens in its newest stored partial
         self._finished = 0
         self._busy_s = 0.0
         self._swaps = 0
@@ -172,7 +172,6 @@ class RolloutWorker:
             raise Rejected(f"the prompt cannot be generated from: {error}", drop="bad_prompt") from error
         if generation.finish is None:
             return HandBack([partial_of(generation, self.name)] if generation.tokens else [])
-        self._saved.pop(name, None)
         self._finished += 1
         text = text_of(message, self.decode(generation.tokens))
         handed_over = delivery.deliveries - 1 if resumed else 0
@@ -259,7 +258,10 @@ class RolloutWorker:
         """Publish the prefixes of running samples that grew by `partial_every` tokens, against kill -9."""
         while True:
             await asyncio.sleep(PARTIALS_EVERY_S)
-            for generation in self.engine.snapshot():
+            running = self.engine.snapshot()
+            names = {generation.sample_id for generation in running}  # of others, however they ended, nothing is kept
+            self._saved = {name: tokens for name, tokens in self._saved.items() if name in names}
+            for generation in running:
                 saved = self._saved.get(generation.sample_id, 0)
                 if len(generation.tokens) - saved >= self.config.partial_every:
                     self._saved[generation.sample_id] = len(generation.tokens)

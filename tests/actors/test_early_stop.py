@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from actors.rollout import early_stop
+from actors.rollout import actor, early_stop
 from actors.rollout.actor import RolloutWorker
 from actors.rollout.config import Repetition, RolloutConfig, StopEarly
 from actors.rollout.early_stop import Cut, EarlyStop, Guard, repeats, shortened
 from actors.rollout.engine import EngineStats, Generation, Request, Sampling
 from bus.memory import MemoryBus, MemoryHub
-from bus.table import ROLLOUTS, WEIGHTS
+from bus.table import PARTIALS, ROLLOUTS, WEIGHTS
 from bus.weights import Local
 from schemas import Prompt, Rollout, UserError, WeightVersion
 
@@ -200,6 +200,21 @@ async def test_an_answer_that_ends_before_anybody_looks_is_cut_at_the_same_token
     assert (generation.tokens, generation.finish, saved) == (tuple(LOOPING[:20]), "length", 0)
 
 
+async def test_a_sample_that_is_given_out_twice_at_once_is_answered_twice() -> None:
+    """A prompt may stand in the log twice; both may come to the same worker, which must not die of it."""
+    guard = Guard(SlowEngine({"0-0": GOOD}), early(repetition=LOOP))
+    watching = asyncio.create_task(guard.watch())
+    try:
+        first = asyncio.create_task(guard.generate(request("0-0")))
+        await asyncio.sleep(0.015)
+        second = await guard.generate(request("0-0"))
+        assert (await first)[0].tokens == second[0].tokens == tuple(GOOD)
+    finally:
+        watching.cancel()
+    assert not guard._running
+    assert not guard._checked
+
+
 class FakeTokenizer:
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         return (1, 2)
@@ -257,6 +272,28 @@ async def test_the_log_says_why_an_answer_was_given_up_and_what_that_saved(bus: 
     assert (good.finish, good.stopped, good.saved) == ("stop", "", 0)
     gauges = worker._read_gauges()
     assert (gauges["stopped_early"], gauges["saved_tokens"]) == (1, looped.saved)
+
+
+async def test_of_what_was_saved_of_samples_that_have_ended_nothing_is_kept(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they ended: handed over, dropped or finished. A worker meets millions of them."""
+    monkeypatch.setattr(actor, "PARTIALS_EVERY_S", 0.01)
+    engine = SlowEngine({"0-0": list(range(400))})
+    config = RolloutConfig(slots=8, max_new_tokens=MAX_NEW, partial_every=10)
+    worker = RolloutWorker(bus, config, engine, FakeTokenizer(), (0,), NoWeights(), "rollout-0")
+    saving = asyncio.create_task(worker._save_partials())
+    generating = asyncio.create_task(engine.generate(request("0-0")))
+    try:
+        async with asyncio.timeout(20):
+            while not worker._saved:
+                await asyncio.sleep(0.01)
+            generating.cancel()
+            while worker._saved:
+                await asyncio.sleep(0.01)
+    finally:
+        saving.cancel()
+    assert await bus.last(PARTIALS, "0-0") is not None
 
 
 async def test_a_predicate_that_fails_ends_the_worker_with_what_to_do(bus: MemoryBus) -> None:
