@@ -22,20 +22,30 @@ if TYPE_CHECKING:
 Message: TypeAlias = dict[str, Any]
 
 
-class Tokenizer(Protocol):
+MARK_CHARS_MAX = 200  # of a special token
+
+
+class Spells(Protocol):
+    """Tokens to text and back."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text; nothing is added, special tokens in it are taken as such."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text, without special tokens."""
+
+    def spelling(self, token: int) -> str:
+        """A token as text; special ones too."""
+
+
+class Tokenizer(Spells, Protocol):
     """What a conversation needs of a tokenizer; `ops.text.HfTokenizer` is it."""
 
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a text that begins a conversation, as it stands."""
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text; nothing is added, special tokens in it are taken as such."""
-
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Chat messages as text, by the model's chat template, ready for the answer."""
-
-    def spelling(self, token: int) -> str:
-        """A token as text; special ones too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,9 +128,22 @@ class Conversation:
             if not rest.startswith(said):
                 return None
         rest = rest[len(said) :]
-        end = self._tokenizer.spelling(self._reply.tokens[-1]) if self._reply.tokens else ""
         # The model ended its turn as the template does, or it was cut, and the template ends it.
-        return rest.removeprefix(end) if self._reply.finish == "stop" and end else rest
+        ended = self._reply.finish == "stop" and self._reply.tokens
+        return without_end(self._tokenizer, rest, self._reply.tokens[-1]) if ended else rest
+
+
+def without_end(tokenizer: Spells, after: str, last: int) -> str:
+    """What the template puts behind an answer whose last token is `last`, without that token where it begins with it.
+
+    A mark of the template is never cut: behind an answer that `<` has stopped stands `<|im_end|>` whole.
+    """
+    end = tokenizer.spelling(last)
+    if not end or not after.startswith(end):
+        return after
+    first = tokenizer.encode(after[:MARK_CHARS_MAX])[0]
+    whole = first != last and tokenizer.decode([first]) == "" and len(tokenizer.spelling(first)) > len(end)
+    return after if whole else after[len(end) :]
 
 
 def messages_of(said: str | Message | Sequence[Message]) -> list[Message]:

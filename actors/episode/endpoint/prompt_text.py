@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from actors.episode.conversation import Spells, without_end
 from schemas import UserError
 
 MARK = "\u2063rollstream answer\u2063"  # invisible separators: no message holds it
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(Spells, Protocol):
     """What the endpoint needs of the model's tokenizer; `ops.text.HfTokenizer` is it."""
 
     @property
@@ -25,17 +26,8 @@ class ChatTokenizer(Protocol):
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], **options: Any) -> str:
         """The chat by the model's template, ready for the next answer. Raises `UserError` for what it refuses."""
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, without special tokens that it does not write itself."""
-
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a text as the beginning of a prompt."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text, without special tokens."""
-
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """Text, with special tokens."""
 
 
 def text_after(
@@ -58,4 +50,4 @@ def text_after(
     _, mark, after = text.rpartition(MARK)
     if not mark or text.count(MARK) != 1:
         return None
-    return after if last_token is None else after.removeprefix(tokenizer.text_of([last_token]))
+    return after if last_token is None else without_end(tokenizer, after, last_token)

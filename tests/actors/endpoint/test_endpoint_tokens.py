@@ -120,6 +120,20 @@ async def test_a_rewritten_context_and_each_branch_are_sequences_of_their_own(en
     ]
 
 
+async def test_a_stop_string_that_begins_a_mark_leaves_the_mark_whole(endpoint: Endpoint) -> None:
+    said = iter(["a<b", "end"])
+    session = await endpoint.open(lambda prompt, choice: next(said))
+    client = endpoint.client(session)
+    reply = (await client.chat.completions.create(model="m", messages=[user("1")], stop="<")).choices[0].message
+    assert reply.content == "a"
+    await client.chat.completions.create(model="m", messages=[user("1"), reply, user("2")])
+    policy: Any = session.policy
+    assert endpoint.tokenizer.text_of(policy.asked[1]).endswith(
+        "<|im_start|>assistant\na<<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert policy.asked[1].count(endpoint.tokenizer.eos_token_id) == 3
+
+
 async def test_what_was_said_last_stands_last_whatever_the_agent_asked_in_between(endpoint: Endpoint) -> None:
     said = iter(["one", "between", "at last"])
     session = await endpoint.open(lambda prompt, choice: next(said))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.episode.config import EpisodeConfig
+from actors.episode.conversation import without_end
 from actors.episode.exchange import Answered, OnTokens
 from actors.episode.policy import Bound, Policy
 from actors.episode.trajectory import Said, rollout_of, sequences_of
@@ -63,6 +64,9 @@ class Characters:
 
     def spelling(self, token: int) -> str:
         return MARKS[token] if token < len(MARKS) else chr(token - len(MARKS))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.spelling(token) for token in tokens if token >= len(MARKS))
 
     def text(self, tokens: Sequence[int]) -> str:
         return "".join(map(self.spelling, tokens))
@@ -130,6 +134,21 @@ async def test_a_template_that_drops_thinking_begins_another_sequence() -> None:
     rollout = rollout_of(PROMPT, policy.trajectory())
     assert len(rollout.sequences) == 4
     assert len(rollout.observations) == 0
+
+
+@pytest.mark.parametrize(
+    ("after", "last", "left"),
+    [
+        ("<|im_end|>\nhi", "<|im_end|>", "\nhi"),
+        ("<|im_end|>\nhi", "<", "<|im_end|>\nhi"),  # a stop string, not half a mark
+        ("\nUser: <s>", "\n", "User: <s>"),
+        ("</s>[INST]", "x", "</s>[INST]"),
+        ("", "<", ""),
+    ],
+)
+def test_what_ended_an_answer_is_not_told_twice_and_never_cuts_a_mark(after: str, last: str, left: str) -> None:
+    tokenizer = Characters(CHATML)
+    assert without_end(tokenizer, after, tokenizer.encode(last)[0]) == left
 
 
 async def test_turns_come_to_an_end() -> None:

@@ -40,6 +40,9 @@ class Digits:
     def spelling(self, token: int) -> str:
         return chr(token)
 
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
 
 @contextlib.asynccontextmanager
 async def at_work(work: Any) -> AsyncIterator[None]:
