@@ -48,7 +48,7 @@ class Options:
     """Seconds for all tests together, starting the sandbox left out; by default 0.8 of `reward.timeout_s`."""
     memory_mb: int = 512
     """Of each process, and of all processes together."""
-    processes: int = 16
+    processes: int = 40
     output_kb: int = 1024
     tolerance: float = 1e-6
     """By how much a number with a fraction may differ, relative or absolute; 0 for not at all."""

@@ -39,7 +39,7 @@ HEAD = struct.Struct(">16sBid?3Q")
 """Nonce; which limit ended it (an index of `ENDS`); exit status; seconds; whether another program may follow; lengths
 of stdout, stderr, report."""
 ENDS = ("", "timeout", "output")
-STACK_BYTES = 64 << 20  # the usual 8 MB end a recursion through lru_cache or sorted(key=...) below 20,000 levels
+STACK_BYTES = 32 << 20  # the usual 8 MB end a recursion through lru_cache or sorted(key=...) below 20,000 levels
 RECURSION_MAX = 50_000  # as the public graders of such programs allow; 1,000 is too few for a search of a grid
 OFFERED = {
     "bisect": "bisect_left bisect_right insort insort_left insort_right",

@@ -17,8 +17,8 @@ class Limits:
     """Wall seconds, counted from the program's own start. CPU time of each process is limited to a second more."""
     memory_bytes: int = 512 << 20
     """Address space of each process, and resident memory of all of them together."""
-    processes: int = 16
-    """Processes and threads at one time."""
+    processes: int = 40
+    """Processes and threads at one time: a pool of threads has up to 32 by itself, as many as the machine has cores."""
     file_bytes: int = 8 << 20
     """Size of a file; all files in /tmp together may have `tmp_bytes`."""
     output_bytes: int = 1 << 20

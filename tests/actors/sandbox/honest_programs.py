@@ -51,6 +51,9 @@ HONEST: list[tuple[str, str, list[tuple[Any, Any]]]] = [
      "async def one(i):\n    await asyncio.sleep(0.001); return i\nasyncio.run(main())", [("", "36")]),
     ("thread_pool", "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n"
      "    print(sum(pool.map(lambda x: x * x, range(10))))", [("", "285")]),
+    ("threads_of_a_large_machine", "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+     "together = threading.Barrier(32)\nwith ThreadPoolExecutor(32) as pool:\n    print(sum(pool.map(lambda x: together.wait() * 0 + x, range(32))))",
+     [("", "496")]),
     ("memory_of_100_mb", "x = bytearray(100 << 20)\nprint(len(x))", [("", "104857600")]),
     ("a_fifth_of_a_second", "n = 0\nfor i in range(2000000): n += i\nprint(n)", [("", "1999999000000")]),
     ("alarm", "import signal\nsignal.signal(signal.SIGALRM, lambda *a: print('rang'))\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"

@@ -22,7 +22,7 @@ async def test_all_honest_programs_pass_all_their_tests() -> None:
     verdicts: dict[str, Verdict] = {}
     waiting = list(HONEST)
 
-    async with pool_of("all", test_time_s=5.0) as pool:
+    async with pool_of("all", test_time_s=5.0, memory_mb=512) as pool:
 
         async def work() -> None:
             while waiting:

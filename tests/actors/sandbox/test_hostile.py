@@ -90,10 +90,12 @@ async def host(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
 
 
 @contextlib.asynccontextmanager
-async def pool_of(score: str = "fraction", test_time_s: float = TEST_TIME_S) -> AsyncIterator[RewardPool]:
+async def pool_of(
+    score: str = "fraction", test_time_s: float = TEST_TIME_S, memory_mb: int = 256
+) -> AsyncIterator[RewardPool]:
     config = RewardConfig(
         function="code",
-        options={"score": score, "test_time_s": test_time_s, "memory_mb": 256},
+        options={"score": score, "test_time_s": test_time_s, "memory_mb": memory_mb},
         children=CHILDREN,
         retries=0,
     )
