@@ -52,21 +52,23 @@ async def test_a_thousand_answers_get_the_verdicts_that_they_must() -> None:
 @pytest.mark.parametrize("response", ENDLESS)
 async def test_an_expression_that_never_ends_is_a_timeout_and_holds_up_nobody(response: str) -> None:
     """It stays inside C code, where no alarm is heard; its process is killed while the other one scores on."""
-    pool = RewardPool(RewardConfig(function="math_verify", children=2, timeout_s=3, retries=0))
+    pool = RewardPool(RewardConfig(function="math_verify", children=2, timeout_s=5, retries=0))
     await pool.start()
     try:
         await asyncio.gather(*(pool.score(ask(answer)) for answer in math_answers(4)))  # both processes are up
         begin = time.monotonic()
         endless = asyncio.create_task(pool.score(ask(MathAnswer(response, "7", False))))
         await asyncio.sleep(0)
-        others = await asyncio.gather(*(pool.score(ask(answer)) for answer in math_answers(20)))
-        assert not endless.done(), "the others were scored meanwhile"
+        scoring = [asyncio.create_task(pool.score(ask(answer))) for answer in math_answers(20)]
+        await asyncio.wait([endless, *scoring], return_when=asyncio.FIRST_COMPLETED)
+        assert not endless.done(), "the others are scored meanwhile"
+        others = await asyncio.gather(*scoring)
         verdict = await endless
     finally:
         await pool.close()
     assert [other.status for other in others] == ["scored"] * 20
     assert (verdict.status, verdict.reward) == ("timeout", None)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
 
 
 def test_no_alarm_is_set_since_the_packages_own_timeouts_would_count_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

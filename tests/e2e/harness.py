@@ -24,8 +24,8 @@ from schemas import Message
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).parent / "recipe" / "recipe.yaml"
 LOOK_S = 0.02
-STEP_WAIT_S = 60.0
-END_WAIT_S = 90.0
+STEP_WAIT_S = 120.0
+END_WAIT_S = 150.0
 BRAKED = """
 import pathlib, time
 
@@ -193,7 +193,7 @@ def run_apart(namespace: Sequence[str], command: Sequence[str]) -> dict[str, Any
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=280,
         check=False,
     )
     print(stage.stdout)  # pytest shows it if the test fails

@@ -19,10 +19,10 @@ from tests.e2e.harness import Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 RECIPE = Path(__file__).parent / "agents" / "recipe.yaml"
-STEPS = 6
+STEPS = 9  # so many that the endpoint is needed again after it was killed
 
 
-async def until(what: str, run: Launched, clients: list[asyncio.Task[None]], holds: Any, wait_s: float = 60.0) -> None:
+async def until(what: str, run: Launched, clients: list[asyncio.Task[None]], holds: Any, wait_s: float = 120.0) -> None:
     async with asyncio.timeout(wait_s):
         while not holds():
             assert run.process.poll() is None, f"ended before {what}:\n{run.output}"

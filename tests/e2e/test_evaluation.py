@@ -9,7 +9,7 @@ import pytest
 
 from bus.table import EVALUATIONS, WEIGHTS
 from schemas import Evaluation, WeightVersion
-from tests.e2e.harness import Launched, assert_sound, read_all
+from tests.e2e.harness import Brake, Launched, assert_sound, read_all
 from tests.e2e.test_synchronous import reference_digests
 
 pytestmark = pytest.mark.e2e
@@ -20,13 +20,15 @@ BESIDE = ("evaluation.count=16", "evaluation.every=1", "evaluation.workers=2", "
 
 
 def test_evaluators_change_nothing_and_a_killed_one_goes_on(
-    launch: Callable[..., Launched], recipe: Path, initial: Path, tmp_path: Path
+    launch: Callable[..., Launched], recipe: Path, initial: Path, tmp_path: Path, brake: Brake
 ) -> None:
     """Every version is evaluated once or named as skipped, the first and the last are evaluated, and the run is what it
     would have been."""
-    run = launch(*SYNCHRONOUS, *BESIDE)
-    run.until("an evaluation", lambda: bool(run.events("evaluator-0", "version_evaluated")))
-    run.until_replaced("evaluator-0", run.kill("evaluator-0"))
+    run = launch(*SYNCHRONOUS, *BESIDE, brake.override)
+    run.until("an evaluation", lambda: bool(_evaluated_by(run)))
+    (victim, *_) = _evaluated_by(run)
+    run.until_replaced(victim, run.kill(victim))
+    brake.release()
     assert run.ends() == 0, run.output
     audit = assert_sound(run.folder, STEPS)
     messages, versions = read_all(run.folder, EVALUATIONS, WEIGHTS)
@@ -41,7 +43,12 @@ def test_evaluators_change_nothing_and_a_killed_one_goes_on(
     assert not list(run.folder.glob("pins-*"))
 
     digests = [version.digest for version in versions if isinstance(version, WeightVersion)]
-    assert digests == reference_digests(recipe, SYNCHRONOUS, initial, tmp_path / "reference")
+    assert digests == reference_digests(recipe, (*SYNCHRONOUS, brake.override), initial, tmp_path / "reference")
+
+
+def _evaluated_by(run: Launched) -> list[str]:
+    """The evaluators that have evaluated something."""
+    return [name for name in ("evaluator-0", "evaluator-1") if run.events(name, "version_evaluated")]
 
 
 def test_without_an_evaluator_the_first_and_the_last_version_are_evaluated(

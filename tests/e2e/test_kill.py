@@ -22,13 +22,14 @@ STEPS = 10
 )
 def test_a_run_survives_kill_9_of(victim: str, staleness: int, launch: Callable[..., Launched]) -> None:
     """The log is the state: whoever is started again reads from it where the run stood. Nothing is lost or twice."""
-    run = launch(f"steps={STEPS}", f"controller.max_staleness={staleness}")
+    steps = STEPS + staleness  # so that the run needs its victim again, however far it has gone ahead
+    run = launch(f"steps={steps}", f"controller.max_staleness={staleness}")
     run.until_step(4)
     killed = run.kill(victim)
     run.until_replaced(victim, killed)
     assert run.ends() == 0, run.output
-    audit = assert_sound(run.folder, STEPS)
-    assert audit.report.totals["admitted"] >= STEPS * 16
+    audit = assert_sound(run.folder, steps)
+    assert audit.report.totals["admitted"] >= steps * 16
 
 
 def test_a_run_survives_kills_of_anybody_at_any_time(launch: Callable[..., Launched]) -> None:

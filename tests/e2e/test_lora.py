@@ -15,8 +15,8 @@ from tests.e2e.harness import END_WAIT_S, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 6
-LORA = ("trainer.lora.rank=4", "trainer.lr=1e-2", "trainer.keep_versions=10", "trainer.reference=initial")
+STEPS = 10  # of which the first three are saved
+LORA = ("trainer.lora.rank=4", "trainer.lr=1e-2", "trainer.keep_versions=20", "trainer.reference=initial")
 
 
 def test_a_killed_lora_run_is_sound_and_its_replay_bit_identical(

@@ -17,11 +17,28 @@ from tests.e2e.harness import Launched, assert_sound, read_all
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
-SYNCHRONOUS = (f"steps={STEPS}", "controller.max_staleness=0", "rollout.deterministic=true", "rollout.workers=2")
-COIN = '''
+SYNCHRONOUS = (
+    f"steps={STEPS}",
+    "controller.max_staleness=0",
+    "rollout.deterministic=true",
+    "rollout.workers=2",
+    "reward.timeout_s=100",
+)
+REWARDS = '''
+
+def begun():
+    """Wait: the first step is not to be over before both workers are there."""
+    import pathlib
+    while not pathlib.Path(__file__).with_name("begun").exists():
+        time.sleep(0.05)
+
+def even(response, task, finish):
+    begun()
+    return reward(response, task, finish)
 
 def coin(response, task, finish):
     """1 or 0 by chance, so that a filter finds groups of two to drop."""
+    begun()
     return float(len(response.split()) % 2)
 '''
 
@@ -35,7 +52,10 @@ def reference_digests(recipe: Path, overrides: tuple[str, ...], initial: Path, f
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("rollout.slots=8", "trainer.minibatches=2"), id="each worker has fewer slots than samples"),
+        pytest.param(
+            ("rollout.slots=8", "trainer.minibatches=2", "reward.function=task.py:even"),
+            id="each worker has fewer slots than samples",
+        ),
         pytest.param(
             ("controller.filter=zero_variance", "controller.group_size=2", "reward.function=task.py:coin"),
             id="some groups are filtered and their places filled",
@@ -47,8 +67,10 @@ def test_a_run_with_no_staleness_is_the_synchronous_loop(
 ) -> None:
     """Over a real bus, with two workers that share the samples by chance: the same weights after every step."""
     task = recipe.with_name("task.py")
-    task.write_text(task.read_text() + COIN)
+    task.write_text(task.read_text() + REWARDS)
     run = launch(*SYNCHRONOUS, *overrides)
+    run.until("both workers", lambda: all(run.events(f"rollout-{k}", "weights_loaded") for k in range(2)))
+    task.with_name("begun").touch()
     assert run.ends() == 0, run.output
     assert_sound(run.folder, STEPS)
     versions, rollouts, dropped = read_all(run.folder, WEIGHTS, ROLLOUTS, DROPPED)
