@@ -52,9 +52,9 @@ class _Running:
 
 
 class TurnWatch:
-    """`watch` must run beside whoever generates."""
+    """`watch` must run beside whoever generates. Without a `bus` nobody listens."""
 
-    def __init__(self, bus: Bus, engine: Engine, decode: Decode, name: str) -> None:
+    def __init__(self, bus: Bus | None, engine: Engine, decode: Decode, name: str) -> None:
         self._bus = bus
         self._name = name
         self._engine = engine
@@ -96,7 +96,7 @@ class TurnWatch:
 
     async def _look(self, running: _Running, generation: Generation) -> None:
         turn, count = running.turn, len(generation.tokens)
-        if turn.listener and count > running.told:
+        if turn.listener and self._bus is not None and count > running.told:
             # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it.
             await self._bus.publish(partial_of(generation, self._name))
             told = {
