@@ -13,9 +13,11 @@ from schemas import Evaluation, UserError
 
 if TYPE_CHECKING:
     from actors.evaluator.actor import Evaluator
-    from actors.evaluator.held_out import HeldOut
+    from actors.evaluator.held_out import Episodes, HeldOut
+    from actors.rollout.engine import Sampling
     from bus.port import Bus
     from ops.host import ProcessSpec
+    from ops.text import HfTokenizer
 
 
 def eval_set(recipe: Recipe) -> str:
@@ -50,7 +52,18 @@ def held_out(recipe: Recipe, model: str) -> HeldOut:
         temperature=0.0 if recipe.evaluation.greedy else recipe.rollout.temperature,
         stop_token_ids=tokenizer.stop_token_ids(recipe.rollout.stop, AutoConfig.from_pretrained(model).eos_token_id),
     )
-    return HeldOut(eval_set(recipe), problems, sampling, tokenizer.decode)
+    return HeldOut(eval_set(recipe), problems, sampling, tokenizer.decode, _episodes(recipe, tokenizer, sampling))
+
+
+def _episodes(recipe: Recipe, tokenizer: HfTokenizer, sampling: Sampling) -> Episodes | None:
+    """How held-out problems are asked if the recipe has episodes. Raises `UserError`."""
+    if recipe.episode is None:
+        return None
+    from actors.episode.builtin import load_episode
+    from actors.evaluator.episodes import Episodes
+
+    function = load_episode(recipe.episode, recipe.reward, recipe.base)
+    return Episodes(recipe.episode, function, tokenizer, sampling, tokenizer.decode)
 
 
 async def evaluate(recipe: Recipe, model: str) -> Evaluation:
@@ -67,9 +80,11 @@ async def evaluate(recipe: Recipe, model: str) -> Evaluation:
     await engine.start()
     try:
         await pool.start()
+        await problems.start()
         return await problems.evaluate(engine, pool, engine.version)
     finally:
         await engine.close()
+        await problems.close()
         await pool.close()
 
 

@@ -377,9 +377,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "=> Name held-out rows in data.eval, or set evaluation.count to 0."
         )
     episode = recipe.episode
-    if recipe.evaluation.count and episode is not None and (episode.has_agent or episode.function != "single"):
+    if recipe.evaluation.count and episode is not None and episode.has_agent:
         yield (
-            f"evaluation.count {recipe.evaluation.count} beside the episode's {episode.what}: held-out problems are "
-            "asked once, without the episode, and the score would be of something else than what is trained "
-            "=> Set evaluation.count to 0."
+            f"evaluation.count {recipe.evaluation.count} beside the {episode.what}: an agent asks over HTTP, and "
+            "held-out problems cannot be asked through it; without it the score would be of something else than what "
+            "is trained => Set evaluation.count to 0; the reward of the training batches tells how it learns."
         )

@@ -117,6 +117,7 @@ class Evaluator:
         await self.engine.start()
         try:
             await self.pool.start()
+            await self.held_out.start()
             async with self.gauges.beating():
                 self.gauges.state = "working"
                 newest = await self.bus.last(WEIGHTS)
@@ -125,6 +126,7 @@ class Evaluator:
                 yield
         finally:
             await self.engine.close()
+            await self.held_out.close()
             await self.pool.close()
             self.pins.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import structlog
 
@@ -38,25 +40,60 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Answer:
+class Asked:
+    """What became of a problem: its verdict, whether the answer ended by itself, and its length in tokens."""
+
     verdict: Verdict
     finished: bool
     length: int
+
+
+Ask: TypeAlias = Callable[[int, Problem], Coroutine[Any, Any, Asked]]
+
+
+class Episodes(Protocol):
+    """How problems are asked in several turns; `actors.evaluator.episodes.Episodes` is it."""
+
+    async def start(self) -> None:
+        """Before the first evaluation."""
+
+    async def close(self) -> None:
+        """After the last one."""
+
+    def asking(self, engine: Engine, pool: Pool, version: int) -> contextlib.AbstractAsyncContextManager[Ask]:
+        """What asks problem k of an engine that holds `version`, and has the answer scored."""
 
 
 class HeldOut:
     """The problems of one evaluation set, named `data` as in the recipe. Asked again, they are asked alike.
 
     `sampling.temperature` 0 takes the likeliest tokens; else problem k is drawn with the seed k in every evaluation.
+    Without `episodes` each problem is answered once. `start` comes before the first evaluation, `close` after the last.
     """
 
     def __init__(
-        self, data: str, problems: Sequence[Problem], sampling: Sampling, decode: Callable[[Sequence[int]], str]
+        self,
+        data: str,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        decode: Callable[[Sequence[int]], str],
+        episodes: Episodes | None = None,
     ) -> None:
         self.data = data
         self.problems = problems
         self.sampling = sampling
         self.decode = decode
+        self.episodes = episodes
+
+    async def start(self) -> None:
+        """Start what episodes need. Raises `UserError` where they cannot work."""
+        if self.episodes is not None:
+            await self.episodes.start()
+
+    async def close(self) -> None:
+        """End it."""
+        if self.episodes is not None:
+            await self.episodes.close()
 
     async def evaluate(self, engine: Engine, pool: Pool, version: int, worker: str = "") -> Evaluation:
         """Ask `engine`, which holds `version`, all problems and score the answers.
@@ -65,12 +102,16 @@ class HeldOut:
         engine holds another version.
         """
         started_s = clock.monotonic_s()
-        answers: list[_Answer] = []
-        for first in range(0, len(self.problems), ROUND):
-            asked = range(first, min(first + ROUND, len(self.problems)))
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ask(engine, pool, version, k)) for k in asked]
-            answers.extend(task.result() for task in tasks)
+        answers: list[Asked] = []
+        problems = list(enumerate(self.problems))
+        async with contextlib.AsyncExitStack() as stack:
+            ask: Ask = functools.partial(self._ask, engine, pool, version)
+            if self.episodes is not None:
+                ask = await stack.enter_async_context(self.episodes.asking(engine, pool, version))
+            for first in range(0, len(problems), ROUND):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(ask(k, problem)) for k, problem in problems[first : first + ROUND]]
+                answers.extend(task.result() for task in tasks)
         scored = [answer.verdict for answer in answers if answer.verdict.reward is not None]
         failures = [answer.verdict for answer in answers if answer.verdict.reward is None]
         for verdict in failures[:FAILURES_TOLD]:
@@ -89,19 +130,19 @@ class HeldOut:
             worker=worker,
         )
 
-    async def _ask(self, engine: Engine, pool: Pool, version: int, k: int) -> _Answer:
-        problem, name = self.problems[k], f"eval-{k}"
+    async def _ask(self, engine: Engine, pool: Pool, version: int, k: int, problem: Problem) -> Asked:
+        name = f"eval-{k}"
         try:
             generation = await engine.generate(Request(name, problem.tokens, self.sampling, seed=k))
         except (ContextTooLongError, InvalidRequestError) as error:
-            return _Answer(Verdict("error", detail=f"the prompt cannot be generated from: {error}"), False, 0)
+            return Asked(Verdict("error", detail=f"the prompt cannot be generated from: {error}"), False, 0)
         if generation.finish is None or any(made_by != version for made_by, _ in generation.segments):
             raise RuntimeError(f"version {version} was to answer problem {k}; it was {generation.segments}")
         text = self.decode(generation.tokens)
         verdict = await pool.score(
             RewardRequest(name, problem.prompt, text, generation.finish, problem.task, generation.tokens)
         )
-        return _Answer(verdict, generation.finish == "stop", len(generation.tokens))
+        return Asked(verdict, generation.finish == "stop", len(generation.tokens))
 
 
 def _means(verdicts: Sequence[Verdict]) -> dict[str, float]:
