@@ -8,35 +8,49 @@ from typing import TypeAlias
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 
+WAITING_MAX = 32  # tokens that may wait for the end of their character; none has so many
+KEPT = 8  # of those whose character never came: more than what a last one may consist of
+
+
 class Detokeniser:
     """Gives the text that each token adds.
 
-    Of the tokens that share a character all but the last add nothing; a character that never ends is told by `end`, as
-    the replacement character.
+    Of the tokens that share a character all but the last add nothing; a character that never ends is told by `end`, or
+    once it is certain that it will not, as the replacement character.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._window: list[int] = []  # a word's beginning shows only behind another word, so the last piece stays in it
-        self._known = 0
+        self._shown = 0  # characters of the window's text that were told
+        self._waiting = 0  # tokens at its end that were not
 
     def push(self, token: int) -> str:
         """The text that `token` adds."""
         self._window.append(token)
+        self._waiting += 1
         text = self._decode(self._window)
+        new = text[self._shown :]
         if text.endswith("\ufffd"):
-            return ""
-        return self._told(text)
+            if self._waiting < WAITING_MAX:
+                return ""
+            new = new[:-1]
+            self._keep(KEPT)
+            self._shown -= 1
+        elif new:  # tokens without text, as special ones are, are no beginning to stand behind
+            self._keep(self._waiting)
+        elif self._waiting >= WAITING_MAX:
+            del self._window[-self._waiting :]
+            self._waiting = 0
+        return new
 
     def end(self) -> str:
         """The text of tokens that wait for others."""
-        return self._told(self._decode(self._window)) if self._known < len(self._window) else ""
+        return self._decode(self._window)[self._shown :] if self._waiting else ""
 
-    def _told(self, text: str) -> str:
-        new = text[len(self._decode(self._window[: self._known])) :] if self._known else text
-        if new:  # tokens without text, as special ones are, are no beginning to stand behind
-            self._window, self._known = self._window[self._known :], len(self._window) - self._known
-        return new
+    def _keep(self, tokens: int) -> None:
+        self._window = self._window[-tokens:]
+        self._shown, self._waiting = len(self._decode(self._window)), 0
 
 
 class StopCut:

@@ -233,7 +233,7 @@ async def test_a_session_is_made_again_from_what_was_recorded_of_it(endpoint: En
     assert list(asked[: len(earlier)]) == earlier  # what the agent sends continues what was restored
 
 
-BYTES = st.lists(st.integers(0, 258), max_size=30)
+BYTES = st.lists(st.integers(0, 258), max_size=80)
 
 
 @given(BYTES)
@@ -242,6 +242,44 @@ def test_text_in_pieces_is_the_text_of_the_whole(tokenizer: HfTokenizer, tokens:
     reader = Detokeniser(tokenizer.decode)
     pieces = [reader.push(token) for token in tokens]
     assert "".join([*pieces, reader.end()]) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xf0\x9f\x98" * 60, b"\x80" * 200, b"\xe2\x82" * 70 + b"\xac!", b"a" + b"\xf0\x9f" * 50 + b"\x98\x80b"]
+)
+def test_an_answer_of_broken_characters_is_read_in_time_and_to_its_end(tokenizer: HfTokenizer, text: bytes) -> None:
+    """A model that says nothing but halves of characters took time that grew with the square of their number."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes whose letter is themselves
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: byte for byte in plain} | {byte: 256 + i for i, byte in enumerate(others)}
+    ids = {letter: token for token, letter in enumerate(sorted(letters.values()))}
+    tokens = [ids[letters[byte]] for byte in text]
+    assert tokenizer.decode(tokens) == text.decode(errors="replace")
+    decoded = 0
+
+    def decode(some: Any) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return tokenizer.decode(some)
+
+    reader = Detokeniser(decode)
+    assert "".join([*map(reader.push, tokens), reader.end()]) == text.decode(errors="replace")
+    assert decoded < 40 * len(tokens)
+
+
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<|endoftext|>"])
+def test_a_run_of_marks_is_read_in_time_too(tokenizer: HfTokenizer, mark: str) -> None:
+    tokens = [*tokenizer.encode("a"), *tokenizer.encode(mark) * 2000, *tokenizer.encode(" b")]
+    decoded = 0
+
+    def decode(some: Any) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return tokenizer.decode(some)
+
+    reader = Detokeniser(decode)
+    assert "".join([*map(reader.push, tokens), reader.end()]) == "a b"
+    assert decoded < 40 * len(tokens)
 
 
 PIECES = st.lists(
