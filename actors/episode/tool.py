@@ -90,6 +90,7 @@ class ToolUse:
             answer = f"error: {error}"
         except Exception as error:  # a function of the user's: the model has to live with it, as a person would
             answer = f"error: {type(error).__name__}: {error}"
+        answer = answer.encode(errors="replace").decode()  # a function's text may hold half a surrogate pair
         most = self._options.output_chars
         return answer if len(answer) <= most else answer[:most] + CUT
 

@@ -38,7 +38,9 @@ class EndpointConfig(Config):
     on_idle: Literal["drop", "score"] = Field(
         "drop", description="what becomes of a session that ended by silence: dropped, or scored as it is"
     )
-    body_mib_max: int = Field(8, ge=1, le=64, description="size of a request's body")
+    body_mib_max: int = Field(
+        2, ge=1, le=64, description="size of a request's body; a MiB of text can hold up the worker for 1.5 s"
+    )
 
     @model_validator(mode="after")
     def _ports(self) -> Self:

@@ -55,6 +55,9 @@ def test_calls_are_read_and_malformed_ones_explained() -> None:
     assert (written.arguments, written.error) == ({"x": 1}, "")
     (broken,) = parse_tool_calls('<tool_call>{"name": "f", "arguments": "{oh"}</tool_call>')
     assert "a map by name" in broken.error
+    for half in ('"\\ud800"', '"a", "arguments": {"\\udc00": 1}', '"a", "arguments": "{\\"x\\": \\"\\\\ud800\\"}"'):
+        (untold,) = parse_tool_calls(f'<tool_call>{{"name": {half}}}</tool_call>')
+        assert (untold.name, untold.arguments, bool(untold.error)) == ("", {}, True), half
 
 
 async def test_errors_slow_tools_and_long_answers_go_to_the_model(tmp_path: Path) -> None:
@@ -63,19 +66,23 @@ async def test_errors_slow_tools_and_long_answers_go_to_the_model(tmp_path: Path
         "async def slow():\n    await asyncio.sleep(60)\n"
         "def bad(x: int):\n    raise KeyError(x)\n"
         "def long():\n    return 'x' * 999\n"
+        "def half():\n    return 'a\\ud800'\n"
     )
-    use = ToolUse(Options(tools=("t.py:slow", "t.py:bad", "t.py:long"), timeout_s=0.5, output_chars=10), tmp_path)
+    use = ToolUse(
+        Options(tools=("t.py:slow", "t.py:bad", "t.py:long", "t.py:half"), timeout_s=0.5, output_chars=10), tmp_path
+    )
     told = [
         await use._called(call)
         for call in parse_tool_calls(
             '<tool_call>{"name": "slow"}</tool_call><tool_call>{"name": "bad", "arguments": {"x": 1}}</tool_call>'
             '<tool_call>{"name": "bad"}</tool_call><tool_call>{"name": "long"}</tool_call>'
-            '<tool_call>{"name": "none"}</tool_call>'
+            '<tool_call>{"name": "none"}</tool_call><tool_call>{"name": "half"}</tool_call>'
         )
     ]
     assert all(answer.startswith("error: ") for answer in told[:3])
     assert told[3] == "xxxxxxxxxx ... (cut)"
     assert told[4].startswith("error: th")
+    assert told[5] == "a?"  # half a character cannot be tokenised, and cost the episode
 
 
 def test_late_tries_are_worth_less_and_earlier_rewards_are_kept_by_turn() -> None:
