@@ -47,14 +47,15 @@ def test_a_recipe_of_few_keys_takes_the_actors_own_defaults(recipe_file: Path) -
     assert recipe.sft is None
 
 
-def test_an_evaluation_by_single_answers_beside_an_episode_is_refused(recipe_file: Path) -> None:
-    """Nobody would notice that its score is of something else than what is trained."""
-    for episode in ("{function: multi_turn}", "{agent: external}", "{command: [python3]}"):
+def test_an_evaluation_beside_an_agent_is_refused_and_beside_other_episodes_it_runs_them(recipe_file: Path) -> None:
+    """Agents ask over HTTP; a score without the agent would be of something else than what is trained."""
+    for episode in ("{agent: external}", "{command: [python3]}"):
         told = refused(recipe_file, f"episode={episode}")
         assert "evaluation.count 256" in str(told)
-        assert "asked once, without the episode" in str(told)
+        assert "an agent asks over HTTP" in str(told)
         assert load_recipe(recipe_file, [f"episode={episode}", "evaluation.count=0"]).episode is not None
-    assert load_recipe(recipe_file, ["episode={function: single}"]).evaluation.count == 256
+    for function in ("single", "multi_turn", "tool"):
+        assert load_recipe(recipe_file, [f"episode={{function: {function}}}"]).evaluation.count == 256
 
 
 @pytest.mark.parametrize("name", ["running_total.yaml", "smollm2.yaml"])
