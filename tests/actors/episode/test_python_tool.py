@@ -66,7 +66,7 @@ async def test_a_program_is_run_within_an_episode(lost: bool, tmp_path: Path, mo
 
 async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time(tmp_path: Path) -> None:
     """Many episodes call at once; what waits behind others was told that it took too long, and had not begun."""
-    use = ToolUse(Options(tools=("python",), timeout_s=1.2), tmp_path)
+    use = ToolUse(Options(tools=("python",), timeout_s=2.5), tmp_path)
     await use.start()
     call = ToolCall("python", {"code": "import time; time.sleep(0.6); print('done')"})
     late = ToolCall("python", {"code": "print('begun', flush=True)\nwhile True: pass"})
@@ -75,4 +75,4 @@ async def test_a_program_that_waits_for_a_sandbox_has_all_of_its_time(tmp_path: 
             told = await asyncio.gather(*(use._called(call) for _ in range(6)), use._called(late))
     finally:
         await use.close()
-    assert told == ["done\n"] * 6 + ["error: begun\n\npython took longer than 1.2 s"]
+    assert told == ["done\n"] * 6 + ["error: begun\n\npython took longer than 2.5 s"]
