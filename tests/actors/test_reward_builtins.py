@@ -1,12 +1,15 @@
 """The options of the built-in functions, and those that need some: a reading that is too kind rewards wrong answers."""
 
 import sys
+import time
 from typing import Any
 
 import pytest
 
 from actors.reward.verifiers import RewardFunction, Setting, load_builtin
 from actors.reward.verifiers.extract import extract
+from actors.reward.verifiers.judge import Options as JudgeOptions
+from actors.reward.verifiers.judge import score_in
 from schemas import UserError
 
 
@@ -243,6 +246,15 @@ def test_json_schema_tells_parsed_from_valid_from_right(
 ) -> None:
     verdict = built_in("json_schema", schema=SCHEMA, **options)(response, {"answer": {"n": 5}})
     assert verdict == {"reward": reward, "parsed": parsed, "valid": valid}
+
+
+@pytest.mark.parametrize("unit", ["{", "{ ", '{"', "[", "[ ", "[1", "]", '{"a":'])
+def test_looking_for_json_takes_little_time(unit: str) -> None:
+    """Each bracket that is tried makes an error, which counts the lines of all that is before it."""
+    began = time.process_time()
+    built_in("json_schema", schema=SCHEMA, extract="object")(unit * 50_000, {})
+    score_in(unit * 50_000, JudgeOptions(url="http://judge", model="m", parse="json"))
+    assert time.process_time() - began < 2
 
 
 def test_each_row_may_have_a_schema_of_its_own() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from actors.reward.program import find_block
@@ -12,6 +13,7 @@ from actors.reward.verifiers.extract import behind
 from schemas.errors import UserError
 
 _ABSENT = object()
+_TRIES_MAX = 1000  # of brackets that may begin a value: each makes an error, which counts the lines before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def found_json(text: str, where: str) -> Any:
     try:
         if where != "object":
             return decoder.decode(text)
-        for begin in re.finditer(r"[{\[]", text):
+        for begin in islice(re.finditer(r"[{\[]", text), _TRIES_MAX):
             try:
                 return decoder.raw_decode(text, begin.start())[0]
             except ValueError:

@@ -19,6 +19,7 @@ from schemas.errors import UserError
 SLOTS = ("prompt", "response", "task")
 SHARE_OF_TIMEOUT = 0.9  # of reward.timeout_s, which kills the process: the judge gives up before, and says why
 _NUMBER = re.compile(r"([-+]?\d+(?:\.\d+)?)(?:[*_]{0,3}\s?(?:/|out of)\s?(\d+(?:\.\d+)?))?")
+_TRIES_MAX = 1000  # of braces that may begin an object: each makes an error, which counts the lines before it
 _TEMPLATE = """Rate how well the response answers the question, from 0 (useless) to 10 (perfect).
 
 Question:
@@ -180,7 +181,9 @@ def score_in(text: str, options: Options) -> float | None:
     found: Any = None
     if options.parse == "json":
         at = text.find("{")
-        while at >= 0:
+        for _ in range(_TRIES_MAX):
+            if at < 0:
+                break
             try:
                 value, end = json.JSONDecoder().raw_decode(text, at)
                 found = value.get(options.json_key, found)
