@@ -225,6 +225,10 @@ class JetStreamBus:
         wanted = subject(self.run, stream, key or ">") if stream.keyed else subject(self.run, stream)
         return await self._leader_get(stream, {"last_by_subj": wanted})  # a replica that lags would name an older one
 
+    async def first(self, stream: Stream, key: str) -> Entry | None:
+        """The oldest entry of a key."""
+        return await self._leader_get(stream, {"seq": 1, "next_by_subj": subject(self.run, stream, key)})
+
     async def info(self, stream: Stream) -> StreamInfo:
         """What the stream holds."""
         state = await self._stream_state(stream)

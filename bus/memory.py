@@ -95,6 +95,7 @@ class _Log:
         self.nbytes = 0
         self.changed = _Signal()
         self._by_key: dict[str, int] = {}
+        self._firsts: dict[str, int] = {}
         self._ids: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def store(self, key: str, data: bytes, headers: dict[str, str], expected: int | None = None) -> Ack:
@@ -115,6 +116,7 @@ class _Log:
         if self.stream.newest_only and key in self._by_key:
             self.remove(self._by_key[key])
         self._by_key[key] = self.last_seq
+        self._firsts.setdefault(key, self.last_seq)
         entry = self.entries[self.last_seq] = Entry(self.stream, self.last_seq, key, headers, data, now_s)
         self.nbytes += len(data)
         self._hub.on_stored(entry)
@@ -127,7 +129,14 @@ class _Log:
         if entry is not None:
             self.nbytes -= len(entry.data)
             if self._by_key.get(entry.key) == seq:
-                del self._by_key[entry.key]
+                del self._by_key[entry.key], self._firsts[entry.key]
+            elif self._firsts[entry.key] == seq:
+                self._firsts[entry.key] = next(at for at, left in self.entries.items() if left.key == entry.key)
+
+    def oldest(self, key: str) -> Entry | None:
+        """The oldest entry of a key."""
+        seq = self._firsts.get(key)
+        return self.entries.get(seq) if seq is not None else None
 
     def newest(self, key: str) -> Entry | None:
         """The newest entry; of one key, if that is given."""
@@ -360,6 +369,11 @@ class MemoryBus:
         if stream is LEASES:
             self._expire_leases()
         return self._log(stream).newest(key)
+
+    async def first(self, stream: Stream, key: str) -> Entry | None:
+        """The oldest entry of a key."""
+        await asyncio.sleep(0)
+        return self._log(stream).oldest(key)
 
     async def info(self, stream: Stream) -> StreamInfo:
         """What the stream holds."""

@@ -233,6 +233,12 @@ class Bus(Protocol):
     async def last(self, stream: Stream, key: str = "") -> Entry | None:
         """The newest entry, of that key for keyed streams; None if there is none."""
 
+    async def first(self, stream: Stream, key: str) -> Entry | None:
+        """The oldest entry of a key in a keyed stream; None if there is none.
+
+        Where one message of a key is to count for ever and may be stored again, it is this one.
+        """
+
     async def info(self, stream: Stream) -> StreamInfo:
         """What the stream holds."""
 

@@ -21,6 +21,8 @@ from schemas import Answer, MalformedMessage, Turn
 
 log = structlog.get_logger()
 
+ASK_AGAIN_S = 10.0  # after which the log is looked at again for an answer that was not heard
+
 OnTokens: TypeAlias = Callable[[int, int, tuple[int, ...], tuple[float, ...]], None]  # choice, start, both for each
 
 
@@ -85,6 +87,23 @@ class Exchange:
                     del self._listening[str(told["turn"])]
                     log.warning("listener_failed", turn=told["turn"], error=repr(error))
 
+    async def _known(self, turn: Turn) -> Answer | None:
+        """The first answer to a turn, if the log has one: what another life of the episode has gone on from."""
+        entry = await self._bus.first(ANSWERS, turn.id)
+        if entry is None:
+            return None
+        answer = entry.message()
+        assert isinstance(answer, Answer)
+        return answer
+
+    async def _answer(self, turn: Turn, heard: asyncio.Future[Answer]) -> Answer:
+        """The answer, once it is heard. The log is asked again, too: it may have had one that it did not show."""
+        while not (await asyncio.wait([heard], timeout=ASK_AGAIN_S))[0]:
+            known = await self._known(turn)
+            if known is not None:
+                return known
+        return heard.result()
+
     async def ask(self, turn: Turn, on_tokens: OnTokens | None = None) -> Answered:
         """The answer to a turn, from the log or from a rollout worker. Waits as long as that takes.
 
@@ -97,14 +116,13 @@ class Exchange:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[turn.id].append(future)
         try:
-            known = await self._bus.last(ANSWERS, turn.id)
+            known = await self._known(turn)
             if known is not None:
-                answer = known.message()
-                assert isinstance(answer, Answer)
-                return Answered(answer, True, False)
+                return Answered(known, True, False)
             other = await self._bus.last(TURNS, turn.place)
             await self._bus.publish(turn)
-            return Answered(await future, False, other is not None and other.id != turn.id)
+            answer = await self._answer(turn, future)
+            return Answered(answer, False, other is not None and other.id != turn.id)
         finally:
             if future in (left := self._waiting.get(turn.id, [])):
                 left.remove(future)

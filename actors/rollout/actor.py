@@ -34,6 +34,7 @@ log = structlog.get_logger()
 VERSION_WAIT_S = 60.0  # how long a prompt may wait for the version that it asks for, before it goes back
 UPDATE_RETRY_S = 1.0
 PARTIALS_EVERY_S = 0.5
+TWICE_RETRY_S = 0.5  # before a turn that the queue holds twice is looked at again: its answer has been stored by then
 
 
 class Tokenizer(Protocol):
@@ -89,6 +90,7 @@ class RolloutWorker:
         )
         self._encode = _memoised(tokenizer.encode_prompt)
         self._updated = asyncio.Condition()
+        self._making: dict[str, asyncio.Future[None]] = {}  # turns by their ids
         self._saved: dict[str, int] = {}  # running sample's id -> tokens in its newest stored partial
         self._finished = 0
         self._busy_s = 0.0
@@ -143,9 +145,17 @@ class RolloutWorker:
         assert isinstance(message, Prompt | Turn)
         if self._ended is None:
             return await self._generated(message, delivery)
-        if delivery.deliveries > 1 and await self.bus.last(ANSWERS, message.id) is not None:
-            return []  # only the acknowledgement was lost
-        return await self._ended.unless(message.sample_id, self._generated(message, delivery)) or []
+        if (making := self._making.get(message.id)) is not None:  # an episode has asked again, and it was stored twice
+            await asyncio.wait([making])
+            raise Retry(delay_s=TWICE_RETRY_S)
+        self._making[message.id] = making = asyncio.get_running_loop().create_future()
+        try:
+            if delivery.deliveries > 1 and await self.bus.last(ANSWERS, message.id) is not None:
+                return []  # only the acknowledgement was lost
+            return await self._ended.unless(message.sample_id, self._generated(message, delivery)) or []
+        finally:
+            del self._making[message.id]
+            making.set_result(None)
 
     async def _generated(self, message: Prompt | Turn, delivery: Delivery) -> Sequence[Message] | HandBack:
         arrived = clock.monotonic_s()

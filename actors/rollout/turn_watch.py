@@ -60,12 +60,14 @@ class TurnWatch:
         self._engine = engine
         self._decode = decode
         self._running: dict[str, _Running] = {}
+        self._begun = asyncio.Event()
 
     async def generate(self, turn: Turn, generating: Coroutine[Any, Any, Outcome]) -> Outcome:
         """The outcome of generating a turn, ended by its strings: then its cut has the string for a reason."""
         if not turn.stop and not turn.listener:
             return await generating
         running = self._running[turn.id] = _Running(turn, asyncio.get_running_loop().create_future())
+        self._begun.set()
         task = asyncio.ensure_future(generating)
         try:
             either: tuple[asyncio.Future[Any], ...] = (task, running.stopped)
@@ -87,9 +89,10 @@ class TurnWatch:
     async def watch(self) -> None:
         """Look at what runs, for ever."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
             if not self._running:
-                continue
+                self._begun.clear()
+                await self._begun.wait()
+            await asyncio.sleep(LOOK_EVERY_S)
             for generation in self._engine.snapshot():
                 if (running := self._running.get(generation.sample_id)) is not None:
                     await self._look(running, generation)

@@ -91,6 +91,8 @@ class Watches(Protocol):
 class FakeEpisode:
     """`actors.episode.builtin.Episode`; it fails as the scenario says."""
 
+    place = "the simulation"
+
     def __init__(self, process: Process, watches: Watches, replayable: bool) -> None:
         self.replayable = replayable
         self._process = process

@@ -153,6 +153,18 @@ class SimBus(MemoryBus):
 
         return await self.ask(f"last {stream.name}", effect)
 
+    async def first(self, stream: Stream, key: str) -> Entry | None:
+        """See `Bus.first`. A replica that lags may not have it yet."""
+
+        def effect() -> Entry | None:
+            oldest = self._log(stream).oldest(key)
+            if oldest is None or not self.world.fate(self.process, "stale_read"):
+                return oldest
+            self.world.count("a stale read")
+            return oldest if oldest.time_s <= self.world.loop.time() - LAG_S else None
+
+        return await self.ask(f"first {stream.name}", effect)
+
     async def info(self, stream: Stream) -> StreamInfo:
         """See `Bus.info`."""
 

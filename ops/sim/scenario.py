@@ -219,7 +219,22 @@ EPISODES: Final = 0.4  # share of the others whose samples are made by episodes
 
 
 def _of_episodes(scenario: Scenario, dice: random.Random) -> Scenario:
-    """Answers are short, as an episode has several."""
+    """Answers are short, as an episode has several. In some seeds turns are answered twice, and episodes run again."""
+    twice = {"duplicate": 0.5, "kill": 0.6, "stale_read": 0.1}
+    if again := dice.random() < 0.3:
+        scenario = dataclasses.replace(
+            scenario,
+            max_staleness=2 + scenario.seed % 3,
+            pace=False,
+            workers=3,
+            slots=8,
+            token_s=0.3,
+            train_s=0.1,
+            swap_s=0.02,
+            dedupe_window_s=0.5,
+            ack_wait_s=1.0,
+            restart_s=0.1,
+        )
     return dataclasses.replace(
         scenario,
         episodes=dice.choice((1, 2, 2, 3)),
@@ -230,7 +245,8 @@ def _of_episodes(scenario: Scenario, dice: random.Random) -> Scenario:
         max_tokens=dice.choice((None, None, 24, 48)),
         max_new_tokens=min(scenario.max_new_tokens, 12),
         mean_tokens=min(scenario.mean_tokens, 4),
-        token_s=min(scenario.token_s, 0.1),
+        token_s=scenario.token_s if again else min(scenario.token_s, 0.1),
+        faults=scenario.faults | twice if again else scenario.faults,
     )
 
 

@@ -16,8 +16,9 @@ from bus.table import (
     REWARD_WORKERS,
     ROLLOUT_WORKERS,
     ROLLOUTS,
+    TURNS,
 )
-from schemas import Control, Dropped
+from schemas import Control, Dropped, Turn
 from tests.bus.samples import ACK_WAIT_S, WAIT_S, NewClient, fetch_until, groups, partial, prompt, take
 
 UNHURRIED = pytest.mark.parametrize("ack_wait_s", [60.0])  # nothing comes again within the test by itself
@@ -417,3 +418,24 @@ async def test_streams_do_not_mix(bus: Bus) -> None:
     for stream in (PROMPTS, ROLLOUTS, BATCHES):
         assert (await bus.info(stream)).messages == 0
     assert (await bus.info(DROPPED)).messages == 1
+
+
+async def test_the_first_and_the_last_entry_of_a_key_are_told_apart(bus: Bus) -> None:
+    """Of an answer that is stored twice all must take the same one."""
+    turns = [
+        Turn(group_id=group, index=0, number=0, prompt_tokens=[token], seed=1, min_version=0)
+        for group, token in ((1, 5), (2, 5), (1, 6), (2, 6))
+    ]
+    assert await bus.first(TURNS, turns[0].place) is None
+    for turn in turns:
+        await bus.publish(turn)
+    for group in (0, 1):
+        first, last = await bus.first(TURNS, turns[group].place), await bus.last(TURNS, turns[group].place)
+        assert first is not None
+        assert last is not None
+        assert (first.seq, first.id) == (group + 1, turns[group].id)
+        assert (last.seq, last.id) == (group + 3, turns[group + 2].id)
+    await bus.purge(TURNS, 3)
+    first = await bus.first(TURNS, turns[0].place)
+    assert first is not None
+    assert first.seq == 3

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from actors.episode.actor import EpisodeWorker
 from actors.episode.builtin import Function, load_episode
 from actors.episode.config import EpisodeConfig
+from actors.episode.exchange import Exchange
 from actors.reward.config import RewardConfig
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus, BusFull, Delivery
@@ -350,3 +351,45 @@ async def test_a_log_that_refuses_is_no_failure_of_the_function(bus: MemoryBus) 
     with pytest.raises(BusFull):
         await asyncio.wait_for(worker(bus, asks), 10.0)
     assert (await bus.info(DROPPED)).messages == 0
+
+
+def answer(turn: Turn, token: int) -> Answer:
+    tokens, logprobs = np.array([token], "<i4"), np.array([-1], "<f4")
+    return Answer(
+        group_id=1, index=0, turn=turn.id, tokens=tokens, logprobs=logprobs, segments=((0, 1),), finish="stop", text=""
+    )
+
+
+TURN = Turn(group_id=1, index=0, number=0, prompt_tokens=[50], seed=7, min_version=0)
+
+
+async def test_of_two_answers_to_a_turn_every_life_of_an_episode_takes_the_first() -> None:
+    """An agent from outside has read it by then."""
+    bus = MemoryBus("run", MemoryHub(dedupe_window_s=0.0))
+    await bus.setup()
+    await bus.publish(answer(TURN, 5))
+    await bus.publish(answer(TURN, 6))
+    assert (await bus.info(ANSWERS)).messages == 2
+    exchange = Exchange(bus, "episode-0")
+    await exchange.start()
+    answered = await exchange.ask(TURN)
+    assert (answered.answer.tokens.tolist(), answered.reused) == ([5], True)
+
+
+async def test_an_answer_that_the_log_did_not_show_at_first_is_found(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that lags, an entry that was not heard: its turn is not asked again, and nobody would wait less."""
+    monkeypatch.setattr("actors.episode.exchange.ASK_AGAIN_S", 0.05)
+    await bus.publish(TURN)
+    await bus.publish(answer(TURN, 5))
+    shows, first = [False, True], bus.first
+
+    async def lags(stream: Stream, key: str) -> Any:
+        return await first(stream, key) if shows.pop(0) else None
+
+    monkeypatch.setattr(bus, "first", lags)
+    exchange = Exchange(bus, "episode-0")
+    await exchange.start()
+    answered = await asyncio.wait_for(exchange.ask(TURN), 10.0)
+    assert answered.answer.tokens.tolist() == [5]
