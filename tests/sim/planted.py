@@ -39,8 +39,9 @@ BUGS = (
     Bug(
         "a message is acknowledged before its outputs are stored",
         "bus.shell:_Shell._settle",
-        "for output in outcome.outputs",
-        "if not isinstance(outcome, HandBack):\n        await flight.delivery.ack()\n    for output in outcome.outputs",
+        "try:\n        for output in outcome.outputs",
+        "if not isinstance(outcome, HandBack):\n        await flight.delivery.ack()\n"
+        "    try:\n        for output in outcome.outputs",
     ),
     Bug(
         "an unfinished message is acknowledged instead of handed back",
