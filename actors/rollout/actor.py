@@ -104,7 +104,7 @@ class RolloutWorker:
         """Work until `stop`; then hand over what is unfinished and return."""
         await self.engine.start()
         # A few more than the engine decodes at once, so that a finished row is replaced in the same step.
-        room = self.config.slots + max(1, self.config.slots // 8)
+        places = self.config.slots + max(1, self.config.slots // 8)
         async with self.gauges.beating():
             self.gauges.state = "working"
             helpers = [asyncio.create_task(self._follow_weights(), name=f"{self.name} follows weights")]
@@ -117,7 +117,14 @@ class RolloutWorker:
                 helpers.append(asyncio.create_task(self._watch.watch(), name=f"{self.name} watches turns"))
             consumer = TURN_WORKERS if self._ended is not None else ROLLOUT_WORKERS
             serving = asyncio.create_task(
-                serve(self.bus, consumer, self._handle, room=lambda: room, stop=stop, name=self.name)
+                serve(
+                    self.bus,
+                    consumer,
+                    self._handle,
+                    room=lambda: places if self._has_weights else 0,
+                    stop=stop,
+                    name=self.name,
+                )
             )
             stopping = asyncio.create_task(stop.wait())
             failing = asyncio.create_task(self.engine.failed(), name=f"{self.name} watches its engine")
@@ -140,6 +147,11 @@ class RolloutWorker:
                 await asyncio.gather(serving, stopping, failing, *helpers, return_exceptions=True)
                 await self.engine.close()
                 self.weights.close()
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whoever joins takes prompts only then: until it has its first weights, others can begin on them."""
+        return self.engine.version >= 0
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
         assert isinstance(message, Prompt | Turn)
@@ -296,8 +308,11 @@ class RolloutWorker:
             "swapping_s": round(stats.swapping_s, 3),
             "idle_share": round(max(0.0, 1.0 - busy / self.gauges.span_s), 3),
             "idle_s": round(max(0.0, self.gauges.alive_s - stats.busy_s - stats.swapping_s), 3),
-            "idle_why": "" if stats.running else "weights" if self._without_version else self._fed_by,
+            "idle_why": "" if stats.running else self._waits_for(),
         }
+
+    def _waits_for(self) -> str:
+        return "weights" if self._without_version or not self._has_weights else self._fed_by
 
 
 def _memoised(encode: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:

@@ -48,24 +48,27 @@ class EarlyStop:
         self.decode = decode
         self.predicate = predicate
 
-    def cut(self, tokens: Sequence[int], checked: int = 0) -> Cut | None:
+    def cut(self, tokens: Sequence[int], checked: int = 0, max_new_tokens: int | None = None) -> Cut | None:
         """Where to cut an answer, or None; its first `checked` tokens were found hopeful before.
+
+        `max_new_tokens` is its own bound, such as a turn's, in place of the recipe's. One that leaves no more than the
+        budget's reserve knows no budget.
 
         Raises `UserError` if the predicate fails. It may take long: not for an event loop.
         """
-        every = self.config.every
-        end = min(len(tokens), self.max_new_tokens - 1)
+        every, most = self.config.every, max_new_tokens or self.max_new_tokens
+        end = min(len(tokens), most - 1)
         for length in range((checked // every + 1) * every, end + 1, every):
-            if reason := self._reason(tokens[:length]):
+            if reason := self._reason(tokens[:length], most):
                 return Cut(length, reason)
         return None
 
-    def _reason(self, prefix: Sequence[int]) -> str:
+    def _reason(self, prefix: Sequence[int], most: int) -> str:
         config = self.config
         if config.repetition is not None and repeats(prefix, config.repetition):
             return "repetition"
         budget = config.budget
-        late = budget is not None and len(prefix) >= self.max_new_tokens - budget.reserve
+        late = budget is not None and len(prefix) >= most - budget.reserve > 0
         if not late and self.predicate is None:
             return ""
         text = self.decode(prefix)
@@ -98,41 +101,45 @@ def repeats(tokens: Sequence[int] | NDArray[np.int64], rule: Repetition) -> bool
     return False
 
 
+@dataclasses.dataclass(eq=False)
+class _Running:
+    most: int  # tokens that the answer may have
+    given_up: asyncio.Future[tuple[Generation, Cut]]
+    checked: int = 0  # tokens that were found hopeful
+
+
 class Guard:
     """An engine's `generate` that gives hopeless answers up. `watch` must run beside it."""
 
     def __init__(self, engine: Engine, early: EarlyStop) -> None:
         self._engine = engine
         self._early = early
-        self._running: dict[str, asyncio.Future[tuple[Generation, Cut]]] = {}
-        self._checked: dict[str, int] = {}
+        self._running: dict[str, _Running] = {}
         self.stopped = 0  # answers that were given up
         self.saved_tokens = 0  # that they were still allowed: what was saved, at most
 
     async def generate(self, request: Request) -> tuple[Generation, Cut | None, int]:
         """As `Engine.generate`; with the cut if the answer was given up, and how many tokens that saved, at most."""
-        name = request.sample_id
-        given_up: asyncio.Future[tuple[Generation, Cut]] = asyncio.get_running_loop().create_future()
+        name, most = request.sample_id, request.sampling.max_new_tokens
+        running = self._running[name] = _Running(most, asyncio.get_running_loop().create_future())
         generating = asyncio.ensure_future(self._engine.generate(request))
-        self._running[name] = given_up
         try:
-            first: list[asyncio.Future[Any]] = [generating, given_up]
+            first: list[asyncio.Future[Any]] = [generating, running.given_up]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
                 generation, saved = generating.result(), 0
                 if generation.finish is None:
                     return generation, None, 0
-                cut = await asyncio.to_thread(self._early.cut, generation.tokens, self._checked.get(name, 0))
+                cut = await asyncio.to_thread(self._early.cut, generation.tokens, running.checked, most)
             else:
-                generation, cut = given_up.result()
-                saved = self._early.max_new_tokens - len(generation.tokens)
+                generation, cut = running.given_up.result()
+                saved = most - len(generation.tokens)
         finally:
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # told above, if anybody is to know
                 await generating
-            if self._running.get(name) is given_up:  # else the same sample came a second time, and is watched for that
+            if self._running.get(name) is running:  # else the same sample came a second time, and is watched for that
                 del self._running[name]
-                self._checked.pop(name, None)
         if cut is None:
             return generation, None, 0
         self.stopped += 1
@@ -144,16 +151,15 @@ class Guard:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for generation in self._engine.snapshot():
-                name, checked = generation.sample_id, self._checked.get(generation.sample_id, 0)
-                if name not in self._running or len(generation.tokens) - checked < self._early.config.every:
+                running = self._running.get(generation.sample_id)
+                if running is None or len(generation.tokens) - running.checked < self._early.config.every:
                     continue
-                cut = await asyncio.to_thread(self._early.cut, generation.tokens, checked)
-                given_up = self._running.get(name)
-                if given_up is None or given_up.done():
+                cut = await asyncio.to_thread(self._early.cut, generation.tokens, running.checked, running.most)
+                if running.given_up.done() or self._running.get(generation.sample_id) is not running:
                     continue
-                self._checked[name] = len(generation.tokens)
+                running.checked = len(generation.tokens)
                 if cut is not None:
-                    given_up.set_result((generation, cut))
+                    running.given_up.set_result((generation, cut))
 
 
 def shortened(generation: Generation, length: int) -> Generation:

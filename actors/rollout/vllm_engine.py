@@ -42,7 +42,7 @@ from actors.rollout.weight_shapes import check_shapes, weight_shapes
 log = structlog.get_logger()
 
 LOOK_S = 0.5  # between two looks at the core's health
-PAUSE_S = 120.0  # for the step in hand to end: a long prefill on a slow machine
+PAUSE_S = 120.0  # for the step in hand to end, a long prefill on a slow machine; and for going on
 LOAD_S = 600.0
 CLOSE_S = 10.0
 ABORT_S = 10.0
@@ -82,6 +82,7 @@ class VllmEngine:
         self._idle = asyncio.Event()  # vLLM has nothing
         self._idle.set()
         self._updating = asyncio.Lock()
+        self._swapping = False
         self._handed_over = False
         self._closed = False
         self._error: EngineError | None = None
@@ -236,11 +237,13 @@ class VllmEngine:
             check_shapes(self._shapes, await asyncio.to_thread(weight_shapes, Path(base or path)))
             await self._drain()
             self._admitting.clear()  # who comes now would name the old version to the prefix cache
+            self._swapping = True
             started_s = time.monotonic()
             self._pause_clock()
             try:
                 await self._swap(version, str(path), None if base is None else str(base))
             finally:
+                self._swapping = False
                 self._swapping_s += time.monotonic() - started_s
                 self._heard_s = time.monotonic()
                 self._admitting.set()
@@ -273,21 +276,26 @@ class VllmEngine:
             broken = [outcome["broken"] for outcome in outcomes if "broken" in outcome]
             if broken or 0 < len(refused) < len(outcomes):
                 raise EngineDiedError(f"loading version {version} failed in its midst: {(broken or refused)[0]}")
-            if not refused:
-                await self._llm.update_weight_version(str(version))
-                self._version = version
-                await vllm_versions.outputs_arrived(self._llm, self.config.slots)
-                for answer in self._answers.values():
-                    answer.updated(version)
-                await self._begin_anew()
-                log.debug("weights_probed", version=version, tensors=[outcome["probed"] for outcome in outcomes])
-            await self._llm.resume_generation()
+            async with asyncio.timeout(PAUSE_S):
+                if not refused:
+                    await self._named(version)
+                    log.debug("weights_probed", version=version, tensors=[outcome["probed"] for outcome in outcomes])
+                await self._llm.resume_generation()
         except Exception as error:
             died = error if isinstance(error, EngineDiedError) else EngineDiedError(f"vLLM took no weights: {error!r}")
             self._fail(died)
             raise died from error
         if refused:
             raise WeightsError(refused[0])
+
+    async def _named(self, version: int) -> None:
+        """The weights that were loaded count as a version from now on, here and in the core."""
+        await self._llm.update_weight_version(str(version))
+        self._version = version
+        await vllm_versions.outputs_arrived(self._llm, self.config.slots)
+        for answer in self._answers.values():
+            answer.updated(version)
+        await self._begin_anew()
 
     async def _begin_anew(self) -> None:
         """Have those that wait in vLLM ask again, under the version held now.
@@ -372,7 +380,7 @@ class VllmEngine:
                 await self._llm.check_health()
             except Exception:
                 self._fail(EngineDiedError("vLLM's core has died; its last words are in the worker's .out file"))
-            if not self._answers or self._updating.locked():
+            if not self._answers or self._swapping:  # which has bounds of its own
                 self._heard_s = time.monotonic()
             elif (silent_s := time.monotonic() - self._heard_s) > self.config.vllm.stalled_after_s:
                 self._fail(EngineDiedError(f"vLLM has made no token for {silent_s:.0f} s"))

@@ -18,7 +18,7 @@ from actors.rollout.config import Repetition, RolloutConfig, StopEarly
 from actors.rollout.early_stop import Cut, EarlyStop, Guard, repeats, shortened
 from actors.rollout.engine import EngineStats, Generation, Request, Sampling
 from bus.memory import MemoryBus, MemoryHub
-from bus.table import PARTIALS, ROLLOUTS, WEIGHTS
+from bus.table import PARTIALS, ROLLOUT_WORKERS, ROLLOUTS, WEIGHTS
 from bus.weights import Local
 from schemas import Prompt, Rollout, UserError, WeightVersion
 
@@ -69,6 +69,14 @@ def test_an_answer_that_has_not_come_to_its_end_when_little_is_left_is_given_up(
     assert judge.cut([1] * 149) is None
     assert judge.cut([1] * 180) == Cut(150, "budget")
     assert judge.cut([77] + [1] * 179) is None
+
+
+def test_a_turn_has_a_budget_of_its_own() -> None:
+    """The recipe's would leave a shorter turn to end in the midst of its thoughts; none fits one of all reserve."""
+    budget = early(budget={"marker": "99", "reserve": 50})
+    assert budget.cut(range(100), max_new_tokens=90) == Cut(40, "budget")
+    assert budget.cut(range(100), max_new_tokens=50) is None
+    assert budget.cut(range(100)) is None
 
 
 def test_the_predicate_sees_the_text_so_far_and_its_failure_has_a_remedy() -> None:
@@ -200,6 +208,17 @@ async def test_an_answer_that_ends_before_anybody_looks_is_cut_at_the_same_token
     assert (generation.tokens, generation.finish, saved) == (tuple(LOOPING[:20]), "length", 0)
 
 
+async def test_what_a_turn_saved_is_of_its_own_bound() -> None:
+    engine = SlowEngine({"0-0": LOOPING})
+    guard = Guard(engine, early(repetition=LOOP))
+    watching = asyncio.create_task(guard.watch())
+    try:
+        generation, _, saved = await guard.generate(Request("0-0", (1,), Sampling(100), 0))
+    finally:
+        watching.cancel()
+    assert 0 < saved <= 100 - len(generation.tokens)
+
+
 async def test_a_sample_that_is_given_out_twice_at_once_is_answered_twice() -> None:
     """A prompt may stand in the log twice; both may come to the same worker, which must not die of it."""
     guard = Guard(SlowEngine({"0-0": GOOD}), early(repetition=LOOP))
@@ -212,7 +231,6 @@ async def test_a_sample_that_is_given_out_twice_at_once_is_answered_twice() -> N
     finally:
         watching.cancel()
     assert not guard._running
-    assert not guard._checked
 
 
 class FakeTokenizer:
@@ -294,6 +312,30 @@ async def test_of_what_was_saved_of_samples_that_have_ended_nothing_is_kept(
     finally:
         saving.cancel()
     assert await bus.last(PARTIALS, "0-0") is not None
+
+
+async def test_a_worker_that_joins_takes_no_prompt_before_it_has_weights(bus: MemoryBus) -> None:
+    """Large ones take minutes. What it took, those that have theirs could have begun."""
+
+    class Withheld(NoWeights):
+        allowed = asyncio.Event()
+
+        async def fetch(self, event: WeightVersion) -> Local:
+            await self.allowed.wait()
+            return await super().fetch(event)
+
+    engine = SlowEngine({"0-0": GOOD})
+    engine.version = -1
+    weights = Withheld()
+    worker = RolloutWorker(bus, RolloutConfig(max_new_tokens=MAX_NEW), engine, FakeTokenizer(), (), weights, "late")
+    await bus.publish(Prompt(group_id=0, index=0, group_size=1, prompt="p", task={}, seed=1, min_version=0))
+    await bus.publish(WeightVersion(version=0, path="v0", digest="sha256-0", nbytes=1))
+    serving = asyncio.create_task(run_worker(bus, worker, 1))
+    await asyncio.sleep(0.3)
+    assert (await bus.backlog(ROLLOUT_WORKERS)).ack_pending == 0
+    assert worker._read_gauges()["idle_why"] == "weights"
+    weights.allowed.set()
+    assert [rollout.finish for rollout in await serving] == ["stop"]
 
 
 async def test_a_predicate_that_fails_ends_the_worker_with_what_to_do(bus: MemoryBus) -> None:
