@@ -24,8 +24,8 @@ from schemas import Message
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).parent / "recipe" / "recipe.yaml"
 LOOK_S = 0.02
-STEP_WAIT_S = 120.0
-END_WAIT_S = 150.0
+STEP_WAIT_S = 90.0
+END_WAIT_S = 120.0
 BRAKED = """
 import pathlib, time
 
@@ -106,12 +106,20 @@ class Launched:
         return max((line["version"] for line in self.events("trainer", "step_trained")), default=0)
 
     def until(self, what: str, holds: Callable[[], bool], wait_s: float = STEP_WAIT_S) -> None:
-        """Wait until something holds; fails if the process ends before, or if it takes too long."""
-        deadline_s = time.monotonic() + wait_s
+        """Wait until something holds; fails if the process ends before, or if it says nothing for too long.
+
+        A run tells of each step, so that a slow one is waited for and a hung one is not.
+        """
+        heard, deadline_s = self._said(), time.monotonic() + wait_s
         while not holds():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.output}"
-            assert time.monotonic() < deadline_s, f"no {what} within {wait_s} s:\n{self.output}"
+            if (said := self._said()) != heard:
+                heard, deadline_s = said, time.monotonic() + wait_s
+            assert time.monotonic() < deadline_s, f"no {what}, and no word for {wait_s} s:\n{self.output}"
             time.sleep(LOOK_S)
+
+    def _said(self) -> int:
+        return self._output.stat().st_size
 
     def until_step(self, steps: int) -> None:
         """Wait until so many steps are done."""
@@ -128,11 +136,14 @@ class Launched:
         self.until(f"another {name}", replaced)
 
     def ends(self, wait_s: float = END_WAIT_S) -> int:
-        """Wait for its end; returns the exit status."""
-        try:
-            return self.process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {wait_s} s:\n{self.output}") from None
+        """Wait for its end; returns the exit status. Fails if it says nothing for so long."""
+        heard, deadline_s = self._said(), time.monotonic() + wait_s
+        while self.process.poll() is None:
+            if (said := self._said()) != heard:
+                heard, deadline_s = said, time.monotonic() + wait_s
+            assert time.monotonic() < deadline_s, f"it did not end, and said nothing for {wait_s} s:\n{self.output}"
+            time.sleep(LOOK_S)
+        return self.process.wait()
 
     def destroy(self) -> None:
         """Leave nothing behind."""
