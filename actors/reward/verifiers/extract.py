@@ -11,9 +11,9 @@ WHERES: tuple[Where, ...] = get_args(Where)
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 NUMBER_OR_FRACTION = re.compile(
     # a '-' after a word or a number is a minus between two terms, not a sign: "5-3" ends with 3
-    r"(?P<sign>(?:(?<=[=(] )[-−] |(?<![\w.)\]}])[-+−–])(?:\\?[$£€])?)?"
-    # nor is the 2 of m^2 a number
-    r"(?<![\w.^])(?<!\^\{)(?:(?P<whole>\d{1,9}) (?=\d{1,9}\s?/\s?\d))?"
+    r"(?P<sign>(?:(?<=[=(] )[-−] |(?<![\w.)\]}^])(?<!\^\{)[-+−–])(?:\\?[$£€])?)?"
+    # nor is the 2 of m^2 or m^{-2} a number
+    r"(?<![\w.^])(?<!\^\{)(?<!\^[-−])(?<!\^\{[-−])(?:(?P<whole>\d{1,9}) (?=\d{1,9}\s?/\s?\d))?"
     rf"(?P<number>{NUMBER})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\d))?"
     r"(?:\s?(?:[x×*·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{?(?P<power>[-−]?\d{1,3})(?!\d)\}?)?"
     rf"(?:\s?/\s?(?P<denominator>{NUMBER}))?"

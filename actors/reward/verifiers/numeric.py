@@ -4,13 +4,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from typing import Any, Literal
 
 from actors.reward.verifiers import RewardFunction, Setting
 from actors.reward.verifiers.extract import AnswerOptions, last_match
 
 _TOLERANCE = Decimal("1e-6")
+_RAISED = re.compile(r"\s?(?:\^|\*\*)\s?(?:\{(-?\d{1,3})\}|(-?\d{1,3})(?!\d))")
+_POWER_DIGITS_MAX = 400  # of whole powers, which are exact up to here
 _UNIT = re.compile(r"\s?([A-Za-zµ°€£$²³][A-Za-z0-9µ°€£$²³/^]*)")
 
 
@@ -81,13 +83,19 @@ def last_number(text: str, options: Options) -> Decimal | None:
         if denominator == 0:
             return None
         value /= denominator
+    behind = match.string[match.end() : match.end() + 40]
+    if (raised := _RAISED.match(behind)) and not match["denominator"]:
+        try:
+            with localcontext(prec=_POWER_DIGITS_MAX):
+                value = value ** int(raised[1] or raised[2])
+        except ArithmeticError:  # too large, or a division by 0
+            return None
     if match["power"]:
         value = value.scaleb(int(match["power"].replace("−", "-")))
     if match["whole"]:
         value += Decimal(match["whole"])
     if match["sign"] and match["sign"][0] in "-−–":
         value = value.copy_negate()  # unary minus would round
-    behind = match.string[match.end() : match.end() + 40]
     if options.percent == "scale" and re.match(r"\s?(?:\\?%|per ?cent\b)", behind):
         value /= 100
     unit = _UNIT.match(behind) if options.units else None
