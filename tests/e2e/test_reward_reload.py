@@ -13,7 +13,7 @@ from tests.e2e.harness import Brake, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 30  # enough for others to come while the run is braked
+STEPS = 24  # enough for others to come while the run is braked
 
 
 def test_a_reward_is_changed_twice_while_a_run_goes_on_and_a_broken_file_changes_nothing(

@@ -16,7 +16,7 @@ from tests.e2e.harness import Brake, Launched, assert_sound, audited, read_all
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 40  # enough for others to come while the run is braked
+STEPS = 30  # enough for others to come while the run is braked
 ACTORS = ("trainer", "controller", "rollout-0", "reward-0")
 
 

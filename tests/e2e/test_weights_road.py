@@ -19,7 +19,7 @@ from tests.e2e.harness import ROOT, Brake, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 30  # enough for others to come while the run is braked
+STEPS = 24  # enough for others to come while the run is braked
 WEIGHTS_AS_DELTAS = ("rollout.dtype=bfloat16", "trainer.lr=1e-5", "trainer.publish.full_every=5")
 
 
