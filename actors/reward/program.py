@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 Where: TypeAlias = Literal["fenced", "whole"]
 
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)$")
+_FENCE = re.compile(r"( {0,16})(`{3,}|~{3,})[ \t]*([^`\n]*)$")  # indented within lists, and all of the block with it
 _PYTHON = {"python", "py", "python3", "py3"}
 
 
@@ -24,18 +24,20 @@ def find_block(reply: str, languages: set[str]) -> str | None:
     """
     last: str | None = None
     last_marked: str | None = None
-    fence = language = ""
+    fence = language = indent = ""
     body: list[str] = []
     for line in reply.split("\n"):
         match = _FENCE.match(line.rstrip("\r"))
         if not fence:
             if match:
-                fence, language, body = match[1], match[2].split()[0].lower() if match[2].split() else "", []
-        elif match and match[1].startswith(fence) and not match[2].strip():
+                indent, fence, marks = match[1], match[2], match[3].split()
+                language, body = marks[0].lower() if marks else "", []
+        elif match and match[2].startswith(fence) and not match[3].strip() and len(match[1]) <= len(indent) + 3:
             last = "\n".join(body)
             if language in languages:
                 last_marked = last
             fence = ""
         else:
-            body.append(line)
+            cut = min(len(indent), len(line) - len(line.lstrip(" ")))
+            body.append(line[cut:])
     return last if last_marked is None else last_marked

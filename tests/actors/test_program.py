@@ -18,6 +18,12 @@ from actors.reward.program import find_program
         ("~~~python\na\n~~~", "a"),
         ("````python\n```\na\n```\n````", "```\na\n```"),
         ("  ```python\na\n  ```", "a"),
+        ("1. so:\n\n   ```python\n   if x:\n       a\n\n   b\n   ```", "if x:\n    a\n\nb"),
+        ("- so:\n    - then\n\n        ```python\n        a\n          b\n    c\n        ```\nend", "a\n  b\nc"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    x\n    ```\n    """',
+        ),
         ("```python\r\na\r\n```\r\n", "a\r"),
         ("```python\n\n```", ""),
         ("```python\nprint('```')\n```", "print('```')"),
