@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from typing import Any
 
@@ -157,18 +158,26 @@ async def main(target: str | None, as_json: bool, url: str | None = None, run_na
 
 
 def _ended(where: Where, as_json: bool) -> int:
+    file = where.folder / "summary.json"
     try:
-        text = (where.folder / "summary.json").read_text()
+        text = file.read_text()
         summary = Summary.from_json(text)
+        killed = (where.folder / "run.json").stat().st_mtime > file.stat().st_mtime
     except (OSError, ValueError):
         raise UserError(
             f"The run {where.run} is not up, and has left no summary in {where.folder}.",
             f"Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
         ) from None
+    if killed:
+        print(
+            f"{where.run} is not up: its newest start was killed before it could sum up; this is what the one before "
+            f"said. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
+            file=sys.stderr,
+        )
     if as_json:
         print(text)
     else:
-        print(f"{where.run} is not up; it ended like this:")
+        print(f"{where.run} ended like this:" if killed else f"{where.run} is not up; it ended like this:")
         print_summary(summary)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,11 @@ async def test_a_run_that_is_not_up_is_told_by_its_summary(
     assert await main(str(tmp_path), as_json) == 0
     out = capsys.readouterr().out
     assert (json.loads(out)["run"] if as_json else out.split()[0]) == "a-run"
+    os.utime(tmp_path / "summary.json", (1.0, 1.0))
+    assert await main(str(tmp_path), as_json) == 0
+    told = capsys.readouterr()
+    assert "newest start was killed" in told.err, "the summary is an older one"
+    assert (json.loads(told.out)["run"] if as_json else told.out.split()[0]) == "a-run"
 
 
 async def test_a_name_that_is_no_run_is_told_with_those_that_are(
