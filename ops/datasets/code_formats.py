@@ -142,7 +142,7 @@ def _unwrapped(tests: list[Test]) -> list[Test]:
 
 
 def _lines(value: Any) -> str:
-    """Text as it is; a list of lines joined."""
+    """Text, with the ends of lines that a program expects; a list of lines joined."""
     if isinstance(value, list):
         return "\n".join(map(_lines, value))
-    return value if isinstance(value, str) else json.dumps(value)
+    return value.replace("\r\n", "\n") if isinstance(value, str) else json.dumps(value)

@@ -281,6 +281,12 @@ def test_tests_beyond_the_limit_are_left_out_and_counted(tmp_path: Path) -> None
         load_dataset(DataConfig(train="rows.jsonl", tests_bytes_max=10), tmp_path)
 
 
+def test_inputs_of_windows_have_the_lines_that_programs_expect() -> None:
+    """`input()` leaves the carriage return on, so a right program failed where the input was text."""
+    row = {"question": "q", "input_output": json.dumps({"inputs": ["a\r\nb\r\n"], "outputs": ["ab\r\n"]})}
+    assert FORMATS["apps"].adapt(row)[1]["tests"] == [{"stdin": "a\nb\n", "stdout": "ab\n"}]
+
+
 def test_tests_that_no_message_can_hold_are_left_out_and_the_row_is_kept(tmp_path: Path) -> None:
     """One call with a long list made the whole problem a bad row, and stopped the run."""
     good = {"function": "f", "args": [[1, 2]], "expected": 3}
