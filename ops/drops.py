@@ -54,7 +54,12 @@ class Drops:
         if self.newest is None:
             return ""
         total = self.failed.total()
-        return f"{total:,} sample{'s' * (total != 1)} failed ({by_reason(self.failed)}); the newest, {self.newest}"
+        return f"{samples(total)} failed ({by_reason(self.failed)}); the newest, {self.newest}"
+
+
+def samples(count: int) -> str:
+    """`1 sample`, `1,200 samples`."""
+    return f"{count:,} sample{'s' * (count != 1)}"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

@@ -43,6 +43,7 @@ KNOW_THEIR_END: tuple[Role, ...] = ("trainer", "evaluator")
 RECONNECT_S = 0.2
 STOP_S = 20.0  # for the other actors of a process to end when one has
 EXIT_DONE = 0
+EXIT_FAILED = 1  # the log has the traceback
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3  # by SIGTERM, before the run had ended
 
@@ -63,6 +64,7 @@ class ProcessSpec:
     url: str
     folder: Path
     recipe_yaml: str
+    died: str = ""  # how the one before it ended: "crashed with SIGSEGV"; empty at the first start, or if in order
 
     @property
     def name(self) -> str:
@@ -78,6 +80,11 @@ class ProcessSpec:
     def error_file(self) -> Path:
         """Where a process that ends by a `UserError` leaves it."""
         return self.folder / "logs" / f"{self.name}.error.json"
+
+    @property
+    def record_file(self) -> Path:
+        """Where an episode worker writes what it is at."""
+        return self.folder / "logs" / f"{self.name}.running"
 
     def leave(self, error: UserError) -> None:
         """Leave the error for whoever started the process, if the disk takes it."""
@@ -119,11 +126,11 @@ def main(spec: ProcessSpec) -> None:
         sys.exit(run_job(spec, recipe))
     try:
         done = _run(host(spec, recipe))
-    except Exception as error:
-        mendable = as_user_error(error, spec.folder)
+    except (Exception, SystemExit) as error:  # the latter of a user's function: it must not look like our own
+        mendable = as_user_error(error, spec.folder) if isinstance(error, Exception) else None
         if mendable is None:
             log.exception("actor_failed")
-            sys.exit(1)
+            sys.exit(EXIT_FAILED)
         log.error("actor_stopped", reason=mendable.message, remedy=mendable.remedy)
         spec.leave(mendable)
         sys.exit(EXIT_USER_ERROR)
@@ -285,6 +292,7 @@ def _episode(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
     def build() -> Any:
         from actors.episode.actor import EpisodeWorker
         from actors.episode.builtin import load_episode
+        from actors.episode.deaths import Deaths
         from ops.text import HfTokenizer
 
         tokenizer = HfTokenizer(str(initial_model(spec.folder)), recipe.data.template_options)
@@ -293,7 +301,10 @@ def _episode(bus: Bus, recipe: Recipe, spec: ProcessSpec, name: str) -> Any:
             if config.has_agent
             else load_episode(config, recipe.reward, recipe.base)
         )
-        return EpisodeWorker(bus, config, function, tokenizer, recipe.rollout.max_new_tokens, name)
+        # An agent runs in a process of its own: what ends ours is no doing of a single one.
+        record = None if config.has_agent else spec.record_file
+        deaths = Deaths(bus, config.what, config.at_once, record, spec.died)
+        return EpisodeWorker(bus, config, function, tokenizer, recipe.rollout.max_new_tokens, name, deaths)
 
     return _Lazy(build)
 

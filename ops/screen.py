@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ops.chart import bar, line_chart
+from ops.drops import samples
 from ops.evaluate import in_words
 from ops.view import ActorView, RunView, running_mean
 
@@ -251,7 +252,7 @@ def _flow_panel(view: RunView, now_s: float, width: int) -> Panel:
     generated, trained = view.generated_per_s(), view.trained_per_s()
     dropped = sum(view.dropped.values())
     rates = f"{_number(generated, 0)} tokens/s generated, {_number(trained, 0)} trained"
-    rates += f", {dropped} samples dropped" if dropped else ""
+    rates += f", {samples(dropped)} dropped" if dropped else ""
     return Panel(flow, title="flow", subtitle=rates, title_align="left", subtitle_align="right", width=width)
 
 

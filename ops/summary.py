@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ops.chart import bar
-from ops.drops import by_reason
+from ops.drops import by_reason, samples
 from ops.view import RunView, StepPoint, mean_staleness, running_mean
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     facts += [("staleness", staleness), ("throughput", rate)]
     if summary.dropped:
         why = by_reason(summary.dropped)
-        facts.append(("dropped", f"{sum(summary.dropped.values()):,} samples ({why}); `rollstream audit` has more"))
+        facts.append(("dropped", f"{samples(sum(summary.dropped.values()))} ({why}); `rollstream audit` has more"))
     facts += [(f"newest {reason}", escape(failure)) for reason, failure in summary.failures.items()]
     cpu = f"{summary.cpu_total_s:.1f} s, start-up included"
     if summary.cpu_per_step_s is not None:

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -25,8 +26,9 @@ from typing import Any
 
 import structlog
 
+from actors.episode.running import Fallen, left_by
 from bus.table import BEAT_EVERY_S
-from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
+from ops.host import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.host import main as host_main
 from schemas import UserError
 
@@ -45,6 +47,7 @@ DRAIN_S = 30.0
 STARTING_S = 600.0  # silence that a process is allowed before its first beat: it may load a large model
 DEAF_S = 3.0  # our own beat was not heard for so long: then nobody else's silence says anything
 PR_SET_PDEATHSIG = 1
+ORDERLY = 80  # added to the status of a process that our own code ended: a user's function may end it with any other
 
 _PRELOAD = ["ops.preload"]
 
@@ -76,6 +79,7 @@ def die_with_parent() -> None:
 
 def _child(target: Callable[..., None], args: tuple[object, ...], output: Path) -> None:
     """What a forked child does first: die with its launcher, leave the terminal alone."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the launcher's to heed; what we start has it as usual
     die_with_parent()  # the fork server
     if b"forkserver" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():  # it died before that
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,6 +91,15 @@ def _child(target: Callable[..., None], args: tuple[object, ...], output: Path) 
     os.dup2(descriptor, 2)
     os.close(descriptor)
     target(*args)
+
+
+def _orderly(spec: ProcessSpec) -> None:
+    """The life of a supervised process. It ends with its `EXIT_` code above `ORDERLY`."""
+    try:
+        host_main(spec)
+    except SystemExit as end:
+        sys.exit(ORDERLY + end.code if isinstance(end.code, int) else ORDERLY + EXIT_FAILED)
+    sys.exit(ORDERLY + EXIT_DONE)
 
 
 def _die_with_launcher() -> None:
@@ -107,6 +120,7 @@ class _Child:
     restart_at_s: float | None = None  # it died, and is started again then
     silent_s: float = 0.0  # since its last beat, as far as beats could be heard
     beaten: bool = False
+    hung: bool = False
     done: bool = False
     leave_until_s: float | None = None  # it was asked to leave, and is killed then
 
@@ -145,6 +159,11 @@ class Supervisor:
         return {name: child.restarts for name, child in self._children.items() if child.restarts}
 
     @property
+    def specs(self) -> dict[str, ProcessSpec]:
+        """What each process is started with, the next time."""
+        return {name: child.spec for name, child in self._children.items()}
+
+    @property
     def names(self) -> set[str]:
         """The processes that it has, those among them that are done, leaving, or just being started again."""
         return set(self._children)
@@ -174,7 +193,7 @@ class Supervisor:
         spec = child.spec
         output = spec.folder / "logs" / f"{spec.name}.out"
         try:
-            child.process = await forked(self._context, host_main, (spec,), spec.name, output)
+            child.process = await forked(self._context, _orderly, (spec,), spec.name, output)
         except FORK_FAILURES as error:
             log.warning("process_not_started", process=spec.name, error=repr(error))
             child.stillborn += 1
@@ -187,7 +206,7 @@ class Supervisor:
         log.info("process_started", process=spec.name, pid=child.process.pid)
         child.started_s = time.monotonic()
         child.restart_at_s = None
-        child.silent_s, child.beaten = 0.0, False
+        child.silent_s, child.beaten, child.hung = 0.0, False, False
         if child.leave_until_s is not None:  # it was asked while it was being started again
             child.process.terminate()
 
@@ -216,7 +235,7 @@ class Supervisor:
                 assert child.process is not None
                 log.warning("process_hung", process=child.spec.name, pid=child.process.pid, silent_s=child.silent_s)
                 self.note(f"{child.spec.name} gave no sign of life for {child.silent_s:.0f} s and is killed")
-                child.silent_s = 0.0
+                child.silent_s, child.hung = 0.0, True
                 child.process.kill()
 
     def _alive(self) -> list[_Child]:
@@ -256,10 +275,10 @@ class Supervisor:
 
     def _ended(self, child: _Child, status: int) -> None:
         name = child.spec.name
-        if status == EXIT_DONE or self.draining:
+        if status == ORDERLY + EXIT_DONE or self.draining:
             child.done = True
             return
-        if status == EXIT_USER_ERROR:
+        if status == ORDERLY + EXIT_USER_ERROR:
             self._fail(child, child.spec.left_error())
             return
         lived_s = time.monotonic() - child.started_s
@@ -271,7 +290,10 @@ class Supervisor:
             remedy = words if child.crashes >= FAILURES_MAX else killed
             self._fail(child, UserError(f"{name} {how}, {FAILURES_MAX} times in a row.", remedy))
             return
-        self.note(f"{name} {how}; it is started again")
+        child.spec = dataclasses.replace(child.spec, died="" if status == ORDERLY + EXIT_STOPPED else how)
+        fallen = self._fallen(child, status)
+        at = f" while sample {fallen.culprit} ran" if fallen is not None and fallen.culprit else ""
+        self.note(f"{name} {how}{at}; it is started again")
         child.restart_at_s = time.monotonic() + wait_s
 
     def _fail(self, child: _Child, error: UserError) -> None:
@@ -282,6 +304,10 @@ class Supervisor:
         log.warning("process_given_up", process=child.spec.name, reason=error.message)
         self.note(f"{error.message} {error.remedy} The run goes on without it")
 
+    def _fallen(self, child: _Child, status: int) -> Fallen | None:
+        """What an episode worker has left behind that did not end in order."""
+        return left_by(child.spec.record_file) if child.beaten and not 0 <= status - ORDERLY <= EXIT_STOPPED else None
+
     def _judge(self, child: _Child, status: int, lived_s: float) -> tuple[str, float]:
         """How it ended, in words, and how long to wait before it is started again. Counts what is to end the run.
 
@@ -289,15 +315,21 @@ class Supervisor:
         comes from outside, from the kernel when memory is short or from a person: it says nothing about the next time,
         and counts only if the process never came as far as a first beat.
         """
-        if status == EXIT_STOPPED:  # by SIGTERM, and not by us: without it the run might wait for ever
+        if status == ORDERLY + EXIT_STOPPED:  # by SIGTERM, and not by us: without it the run might wait for ever
             child.crashes = 0
             return "was stopped", 0.0
         if status == FORK_SERVER_LOST or (status < 0 and -status not in CRASHES):
             child.stillborn = 0 if child.beaten else child.stillborn + 1
             how = "lost the fork server" if status > 0 else f"was killed by {signal.Signals(-status).name}"
-            return how, KILLED_BACKOFF_S * child.stillborn
+            return ("hung and was killed" if child.hung else how), KILLED_BACKOFF_S * child.stillborn
+        how = f"ended with status {status}" if status >= 0 else f"crashed with {signal.Signals(-status).name}"
+        if status == ORDERLY + EXIT_FAILED:
+            how = "ended by an error"
+        elif (fallen := self._fallen(child, status)) is not None and fallen.running:
+            # An episode of the user's did that. Which one, its next life finds out, and bounds how often: see `deaths`.
+            child.crashes = 0
+            return fallen.words or how, KILLED_BACKOFF_S
         child.crashes = child.crashes + 1 if lived_s < STEADY_S else 1
-        how = f"ended with status {status}" if status > 0 else f"crashed with {signal.Signals(-status).name}"
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (child.crashes - 2)) if child.crashes > 1 else 0.0
         return how, wait_s
 

@@ -121,17 +121,18 @@ class Answer(Sample):
 @register
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Note(Sample):
-    """Episode worker → its next life: what an agent from outside did in its session that no turn tells.
+    """Episode worker → its next life: what became of an episode, or an agent did in its session, that no turn tells.
 
     Example: `Note(group_id=12, index=3, number=1, kind="reward", value=0.5, turn=2, choice=0)`. `number` counts those
     of the sample. `taken`: the session was handed out. `reward`: `value` for the answer `choice` of the session's
     question `turn`, for the whole session if that is -1. `end`: it is over, with `value` as its reward if there is one;
-    with a `detail` it is not to be trained.
+    with a `detail` it is not to be trained. `died`: the episode, which is a function here, ended its worker's process;
+    `detail` tells how.
     """
 
     TYPE: ClassVar[str] = "note"
     number: int = integer(0, INDEX_MAX)
-    kind: Literal["taken", "reward", "end"] = one_of("taken", "reward", "end")
+    kind: Literal["taken", "reward", "end", "died"] = one_of("taken", "reward", "end", "died")
     value: float | None = real(None, optional=True)
     turn: int = integer(-1, INDEX_MAX, -1)
     choice: int = integer(0, INDEX_MAX, 0)

@@ -21,10 +21,13 @@ from actors.episode.builtin import Episode
 from actors.episode.capacity import LOOK_S, Capacity
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
+from actors.episode.deaths import DEATHS_MAX, Deaths
 from actors.episode.exchange import Exchange
 from actors.episode.played import in_words, played
 from actors.episode.policy import GivenUp, Policy
-from actors.episode.trajectory import EmptyTrajectory, rollout_of
+from actors.episode.running import Marked
+from actors.episode.trajectory import EmptyTrajectory, Said, rollout_of
+from actors.episode.watchdog import Watchdog
 from actors.gauges import Gauges
 from bus.port import Bus, BusFull, BusUnavailable, Delivery
 from bus.shell import HandBack, serve
@@ -42,7 +45,7 @@ class EpisodeWorker:
     """Runs an episode function for each prompt.
 
     One that is not replayable begins anew after a crash, without its old answers. `max_new_tokens` is the recipe's
-    bound of one answer.
+    bound of one answer. `deaths` are those of the workers before it.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class EpisodeWorker:
         tokenizer: Tokenizer,
         max_new_tokens: int,
         name: str,
+        deaths: Deaths | None = None,
     ) -> None:
         self.bus = bus
         self.config = config
         self.name = name
+        self._deaths = deaths or Deaths(bus, config.what, config.at_once)
         self._function = function
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
@@ -79,6 +84,7 @@ class EpisodeWorker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then give back what is unfinished. Raises `UserError` if the function is broken."""
         self._leaving = asyncio.get_running_loop().create_future()
+        await self._deaths.start()
         await self._exchange.start()
         await self._function.start()
         async with self.gauges.beating():
@@ -94,24 +100,26 @@ class EpisodeWorker:
                     self.bus,
                     ROLLOUT_WORKERS,
                     self._handle,
-                    room=lambda: self._capacity.room,
+                    room=lambda: min(self._capacity.room, self._deaths.most),
                     stop=stop,
                     name=self.name,
                 )
             )
             stopping = asyncio.create_task(stop.wait())
             try:
-                await asyncio.wait([serving, stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
-                for helper in helpers:
-                    if helper.done():
-                        helper.result()  # follows for ever, so it failed
-                if not self._leaving.done():
-                    self._leaving.set_result(None)
-                await serving
+                with Watchdog(self._deaths.running, self.config.held_up_s, self.name):
+                    await asyncio.wait([serving, stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+                    for helper in helpers:
+                        if helper.done():
+                            helper.result()  # follows for ever, so it failed
+                    if not self._leaving.done():
+                        self._leaving.set_result(None)
+                    await serving
             finally:
                 for task in (serving, stopping, *helpers):
                     task.cancel()
                 await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
+                self._deaths.close()
                 await self._function.close()
 
     async def _look(self) -> None:
@@ -128,7 +136,7 @@ class EpisodeWorker:
         if self._running == 0:
             self.gauges.resume()
         self._running += 1
-        work = asyncio.ensure_future(self._ended.unless(message.sample_id, self._episode(message, delivery)))
+        work = asyncio.ensure_future(self._ended.unless(message.sample_id, self._alive(message, delivery)))
         try:
             either: tuple[asyncio.Future[Any], ...] = (work, self._leaving)
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +153,17 @@ class EpisodeWorker:
             if self._running == 0:
                 self.gauges.pause("prompts")
 
-    async def _episode(self, prompt: Prompt, delivery: Delivery) -> Message:
+    async def _alive(self, prompt: Prompt, delivery: Delivery) -> Message:
+        """What comes of a prompt, or that its episode has ended worker after worker."""
+        deaths = await self._deaths.of(prompt.sample_id) if delivery.deliveries > 1 else []
+        if len(deaths) >= DEATHS_MAX:
+            detail = f"its worker {deaths[-1]} while it ran, {len(deaths)} times in a row"
+            return self._dropped(prompt, (), "error", detail)
+        async with self._deaths.in_quiet() if deaths else self._deaths.beside_others():
+            with self._deaths.running.episode(prompt) as slot:
+                return await self._episode(prompt, delivery, slot)
+
+    async def _episode(self, prompt: Prompt, delivery: Delivery, slot: int) -> Message:
         """The rollout of a prompt, or why there is none."""
         arrived_s = clock.monotonic_s()
         again = delivery.deliveries - 1
@@ -158,9 +176,8 @@ class EpisodeWorker:
                     attempt = 0 if self._replayable else again * tries + retry
                     policy = Policy(prompt, self._exchange, self._tokenizer, self.config, self._max_new_tokens, attempt)
                     try:
-                        trajectory = await played(
-                            self._function, prompt, policy, functools.partial(self._cut_short, prompt)
-                        )
+                        work = played(self._function, prompt, policy, functools.partial(self._cut_short, prompt))
+                        trajectory = await Marked(self._deaths.running, slot, work)
                         rollout = rollout_of(
                             prompt,
                             trajectory,
@@ -172,10 +189,11 @@ class EpisodeWorker:
                     except (UserError, BusFull, BusUnavailable):  # none of them is the function's fault
                         raise
                     except GivenUp as error:
-                        return self._dropped(prompt, policy, error.reason, str(error))
+                        return self._dropped(prompt, policy.said, error.reason, str(error))
                     except EmptyTrajectory as error:
                         self._fruitless(prompt, str(error))
-                        return self._dropped(prompt, policy, "bad_prompt" if not policy.said else "invalid", str(error))
+                        reason: DropReason = "invalid" if policy.said else "bad_prompt"
+                        return self._dropped(prompt, policy.said, reason, str(error))
                     except Exception as error:
                         failure = in_words(error, self._function.place)
                         log.warning(
@@ -194,10 +212,12 @@ class EpisodeWorker:
             if not deadline.expired():
                 raise
             late = f"longer than episode.timeout_s {self.config.timeout_s:g}"
-            if not policy.asking:  # or it is the model that is slow, or not there
+            if policy.asking:  # it is the model that is slow, or not there
+                late += ", in the end waiting for the model"
+            else:
                 self._fruitless(prompt, late)
-            return self._dropped(prompt, policy, "timeout", late)
-        return self._dropped(prompt, policy, "error", failure)
+            return self._dropped(prompt, policy.said, "timeout", late)
+        return self._dropped(prompt, policy.said, "error", failure)
 
     def _cut_short(self, prompt: Prompt, reason: str) -> None:
         self._cut += 1
@@ -243,8 +263,8 @@ class EpisodeWorker:
                 "Mend it and continue with `rollstream run RECIPE --resume`; what was dropped stays so.",
             )
 
-    def _dropped(self, prompt: Prompt, policy: Policy, reason: DropReason, detail: str) -> Dropped:
-        tokens = sum(len(said.answer.tokens) for said in policy.said)
+    def _dropped(self, prompt: Prompt, said: Sequence[Said], reason: DropReason, detail: str) -> Dropped:
+        tokens = sum(len(one.answer.tokens) for one in said)
         log.warning("episode_dropped", worker=self.name, sample=prompt.sample_id, reason=reason, detail=detail)
         return Dropped(
             group_id=prompt.group_id,

@@ -22,6 +22,9 @@ class EpisodeConfig(Config):
     workers: int = Field(1, ge=0, le=1024, description="episode processes started on this machine")
     at_once: int = Field(128, ge=1, le=65_536, description="episodes that one worker runs at a time")
     timeout_s: float = Field(600.0, gt=0, le=86_400, description="of one episode, waiting for the model included")
+    held_up_s: float = Field(
+        10.0, gt=0, le=3600, description="a call in a function that blocks all other episodes so long is interrupted"
+    )
     max_turns: int = Field(16, ge=1, le=4096, description="questions to the model in one episode; then it is cut")
     max_tokens: int | None = Field(
         None, ge=2, description="tokens of context and answer of any turn; by default what the model allows"

@@ -10,11 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from ops import supervise
-from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
-from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, Supervisor, fork_server
-from schemas import UserError
+from actors.episode.running import Running
+from ops import host, supervise
+from ops.host import ProcessSpec
+from ops.supervise import FAILURES_MAX, FORK_SERVER_LOST, ORDERLY, Supervisor, fork_server
+from schemas import Prompt, UserError
 
+EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = (
+    ORDERLY + status for status in (host.EXIT_DONE, host.EXIT_FAILED, host.EXIT_USER_ERROR, host.EXIT_STOPPED)
+)
+TRAINER = ProcessSpec((("trainer", "trainer"),), "run", "", Path("run"), "")
 PIDS = iter(range(100_000, 200_000))
 
 
@@ -38,7 +43,7 @@ class Watched:
         self.supervisor = Supervisor(heavy=False, hung_after_s=hung_after_s)
         self.spawned: list[FakeProcess] = []
 
-    async def start(self, monkeypatch: pytest.MonkeyPatch, failures: int = 0) -> "Watched":
+    async def start(self, monkeypatch: pytest.MonkeyPatch, failures: int = 0, spec: ProcessSpec = TRAINER) -> "Watched":
         """Start it; the fork server fails so many times before."""
         left = [OSError("no fork server")] * failures
 
@@ -49,7 +54,7 @@ class Watched:
             return self.spawned[-1]
 
         monkeypatch.setattr(supervise, "forked", forked)
-        await self.supervisor.start(ProcessSpec((("trainer", "trainer"),), "run", "", Path("run"), ""))
+        await self.supervisor.start(spec)
         self.watching = asyncio.create_task(self.supervisor.watch())
         return self
 
@@ -74,7 +79,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "KILLED_BACKOFF_S", 0.0005)
 
 
-@pytest.mark.parametrize("status", [1, -signal.SIGSEGV])
+@pytest.mark.parametrize("status", [0, 1, 2, 3, EXIT_FAILED, -signal.SIGSEGV])
 async def test_a_process_that_crashes_at_once_again_and_again_ends_the_run(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +114,38 @@ async def test_the_run_goes_on_without_an_evaluator_that_crashes_again_and_again
     watched.spawned[-1].exitcode = EXIT_USER_ERROR
     with pytest.raises(UserError, match="evaluator-1 stopped"):
         await alone.watch()
+
+
+async def test_episodes_that_end_their_worker_again_and_again_end_no_run_and_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker bounds that itself, sample by sample. An error of our own code is counted as ever."""
+    notes: list[str] = []
+    watched = Watched()
+    watched.supervisor.note = notes.append
+    spec = ProcessSpec((("episode", "episode-0"),), "run", "", tmp_path, "")
+    await watched.start(monkeypatch, spec=spec)
+    spec.record_file.parent.mkdir()
+    running = Running(spec.record_file, 2)
+    prompt = Prompt(group_id=3, index=1, group_size=2, prompt="2", task={}, seed=7, min_version=0)
+    with running.episode(prompt):
+        for status in (0, 3, -signal.SIGSEGV, 1) * FAILURES_MAX:
+            watched.beat()
+            assert await watched.ends_with(status)
+        assert notes[:2] == [
+            "episode-0 ended with status 0 while sample 3-1 ran; it is started again",
+            "episode-0 ended with status 3 while sample 3-1 ran; it is started again",
+        ]
+        assert watched.supervisor.specs["episode-0"].died == "ended with status 1"
+        watched.beat()
+        assert await watched.ends_with(EXIT_STOPPED)
+        assert watched.supervisor.specs["episode-0"].died == ""
+        for _ in range(FAILURES_MAX - 1):
+            watched.beat()
+            assert await watched.ends_with(EXIT_FAILED)
+        assert not await watched.ends_with(EXIT_FAILED)
+    with pytest.raises(UserError, match="ended by an error, 8 times in a row"):
+        await watched.watching
 
 
 @pytest.mark.parametrize("status", [-signal.SIGKILL, FORK_SERVER_LOST])

@@ -71,8 +71,8 @@ async def model(bus: Bus) -> None:
         tokens, logprobs, segments = np.array([5, 6], "<i4"), np.array([-1, -2], "<f4"), ((0, 2),)
         return [
             Answer(
-                group_id=1, index=0, turn=message.id, tokens=tokens, logprobs=logprobs, segments=segments,
-                finish="stop", text="56",
+                group_id=message.group_id, index=message.index, turn=message.id, tokens=tokens, logprobs=logprobs,
+                segments=segments, finish="stop", text="56",
             )
         ]  # fmt: skip
 
