@@ -55,7 +55,7 @@ class AnswerOptions:
 
 def behind(response: str, mark: str | None) -> str | None:
     """What stands behind the last `mark`; None if it is not there. All, if no mark is asked for."""
-    if mark is None:
+    if not mark:
         return response
     _, found, said = response.rpartition(mark)
     return said if found else None
