@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from bus.port import BusFull, BusUnavailable
+from bus.publish import NO_STORAGE, STORE_FAILED
 from bus.table import check_run_name
 from bus.weights.files import Buffer, WeightsMissing
 from bus.weights.wire import NO_MEMORY, Broken, Wire
@@ -222,7 +223,12 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if error is None:
         return answer
     told = f"{error.get('description', 'refused')} ({error.get('err_code', '')})"
-    if error.get("err_code") == 10077:
+    if error.get("err_code") in NO_STORAGE:  # of a server that somebody else configured
+        raise BusFull(
+            f"the NATS server has no room for the streams of weights ({told}): raise max_file_store in its settings, "
+            "since streams reserve their bounds, or free some space"
+        )
+    if error.get("err_code") == STORE_FAILED:
         raise BusFull(f"the stream of weights is full ({told}): lower trainer.keep_versions, or free some space")
     if error.get("code") == 403:
         raise UserError(f"The NATS server refuses to carry weights: {told}.", "Give this user the run's subjects.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.port import BusUnavailable
+from bus.port import BusFull, BusUnavailable
 from bus.weights import WeightsCorrupt, WeightsMissing, WeightStore, objects
 from bus.weights.objects import CHUNK_BYTES, PARTS, ObjectRoad
 from bus.weights.wire import Wire
@@ -128,3 +128,19 @@ async def test_what_was_tampered_with_on_the_server_is_refused(
     reader = published.reader(tmp_path / "cache", road, WeightStore(tmp_path / "not mounted"))
     with pytest.raises(WeightsMissing if damage == "gone" else WeightsCorrupt, match=f"version {version}|{path[:7]}"):
         await reader.fetch(published.events[7])
+
+
+async def test_a_server_without_room_for_the_streams_is_told_at_once(tmp_path: Path) -> None:
+    """One that somebody else runs may allow less than the streams reserve; trying again for a minute mends nothing."""
+    from ops import nats_server
+
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(nats_server, "FILE_STORE_BYTES_MAX", 1 << 20)
+        server = nats_server.NatsServer()
+        road = ObjectRoad(await server.start(tmp_path), "a-run")
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(BusFull, match="max_file_store"):
+                await asyncio.to_thread(road.put, "a", b"a")
+    finally:
+        await server.stop()
