@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.table import ANSWERS, BATCHES, ROLLOUTS
-from schemas import Answer, Batch, Rollout
+from bus.table import ANSWERS, BATCHES, EVALUATIONS, ROLLOUTS
+from schemas import Answer, Batch, Evaluation, Rollout
 from tests.e2e.harness import ROOT, Launched, assert_sound, read_all
 
 pytestmark = pytest.mark.e2e
@@ -36,6 +36,12 @@ def rewards_of(batches: list[Batch]) -> list[float]:
     return [batch.seen["reward"] for batch in batches]
 
 
+def workers_of(run: Launched) -> set[str]:
+    """Whose rollouts stand in the log."""
+    (rollouts,) = read_all(run.folder, ROLLOUTS)
+    return {rollout.worker for rollout in rollouts if isinstance(rollout, Rollout)}
+
+
 def assert_whole(rollouts: list[Rollout], answers: list[Answer]) -> None:
     """What the model made in each rollout is what its answers hold, one after the other."""
     by_id = {answer.id: answer for answer in answers}
@@ -51,10 +57,21 @@ def assert_whole(rollouts: list[Rollout], answers: list[Answer]) -> None:
 
 
 def test_tries_with_feedback_learn_through_kills_of_episode_and_rollout_workers(start: Callable[..., Launched]) -> None:
-    """Their episodes are run again on the answers that the log has, and go on where they were."""
+    """Their episodes are run again on the answers that the log has, and go on where they were. One that joins has its
+    share within seconds, and what a killed one had."""
     steps = 14
-    run = start("multiturn", f"steps={steps}", "sft.steps=250", "rollout.partial_every=1", "controller.max_staleness=2")
-    run.until_step(3)
+    run = start(
+        "multiturn",
+        f"steps={steps}",
+        "sft.steps=250",
+        "rollout.partial_every=1",
+        "controller.max_staleness=2",
+        "evaluation.count=0",
+    )
+    run.until_step(1)
+    scaled = Launched(["scale", str(run.folder), "episode=2"], run.folder)
+    assert scaled.ends() == 0, scaled.output
+    run.until("an episode of both", lambda: {"episode-0", "episode-1"} <= workers_of(run))
     for victim in ("episode-0", "rollout-0"):
         killed = run.kill(victim)
         run.until_replaced(victim, killed)
@@ -65,18 +82,31 @@ def test_tries_with_feedback_learn_through_kills_of_episode_and_rollout_workers(
     rewards = rewards_of(batches)  # type: ignore[arg-type]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
     assert_whole(rollouts, answers)  # type: ignore[arg-type]
-    resumed = run.events("episode-0", "episode_resumed")
-    assert resumed
+    resumed, restarted = (
+        [line for name in ("episode-0", "episode-1") for line in run.events(name, event)]
+        for event in ("episode_resumed", "episode_restarted")
+    )
     assert any(event["turns_reused"] for event in resumed)
-    assert not run.events("episode-0", "episode_restarted")  # the same answers lead to the same questions
+    assert not restarted  # the same answers lead to the same questions
 
 
-def test_the_use_of_a_tool_is_learnt(start: Callable[..., Launched]) -> None:
+def test_the_use_of_a_tool_is_learnt_and_found_on_held_out_problems(start: Callable[..., Launched]) -> None:
+    """The evaluator beside the training calls the same tool; by single answers no problem would be solved."""
     steps = 10
-    run = start("tool", f"steps={steps}", "sft.steps=400", "controller.batch_groups=8")
+    run = start(
+        "tool",
+        f"steps={steps}",
+        "sft.steps=400",
+        "controller.batch_groups=8",
+        "evaluation.count=64",
+        f"evaluation.every={steps}",
+    )
     assert run.ends() == 0, run.output
     assert_sound(run.folder, steps)
-    batches, rollouts, answers = read_all(run.folder, BATCHES, ROLLOUTS, ANSWERS)
+    batches, rollouts, answers, evaluations = read_all(run.folder, BATCHES, ROLLOUTS, ANSWERS, EVALUATIONS)
+    curve = {one.version: one for one in evaluations if isinstance(one, Evaluation)}
+    assert all(one.verdicts == {"scored": 64} for one in curve.values())
+    assert (curve[steps].reward or 0.0) > (curve[0].reward or 0.0) + 0.1, curve
     rewards = rewards_of(batches)  # type: ignore[arg-type]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
     assert_whole(rollouts, answers)  # type: ignore[arg-type]
