@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ from schemas import UserError
 
 if TYPE_CHECKING:
     from ops.datasets import DataConfig
+
+
+OPEN, CLOSE = "\ue000", "\ue001"  # around a special token that is told as text; for private use, so no text has them
 
 
 class HfTokenizer:
@@ -27,6 +31,10 @@ class HfTokenizer:
         self._template_options = dict(template_options or {})
         if template is not None:
             self._tokenizer.chat_template = template
+        marks = {str(token.content) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        any_mark = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)"
+        self._mark = re.compile(any_mark)
+        self._told_mark = re.compile(f"{OPEN}({any_mark}){CLOSE}")
 
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a text as it stands, or of chat messages by the model's chat template, ready for the answer.
@@ -66,7 +74,8 @@ class HfTokenizer:
     ) -> str:
         """Chat messages as text by the model's chat template, ready for the answer; `tools` in OpenAI's format.
 
-        `options` go to the template, over those of the data.
+        `options` go to the template, over those of the data. What a tool answered, a message of the role `tool`, is
+        marked so that `encode` takes special tokens in it for text: a web page must not end its turn and begin another.
 
         Raises `UserError` if there is no template, or it refuses them.
         """
@@ -75,7 +84,7 @@ class HfTokenizer:
                 f"An episode holds a chat, but the tokenizer of {self._path} has no chat template.",
                 "Use a chat model, name a template in data.chat_template, or let the data's `prompt` be text.",
             )
-        conversation: Any = list(messages)
+        conversation: Any = [self._harmless(message) for message in messages]
         told: Any = list(tools) or None
         try:
             text = self._tokenizer.apply_chat_template(
@@ -97,8 +106,23 @@ class HfTokenizer:
         return self._decoded([token])
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a bare text; no special token is added, those that stand in it are taken as such."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Token ids of a bare text; no special token is added, those that stand in it are taken as such.
+
+        In a rendered chat those that a tool told are text: see `render`.
+        """
+        if OPEN not in text:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens: list[int] = []
+        for i, piece in enumerate(self._told_mark.split(text)):
+            as_text = {"split_special_tokens": True} if i % 2 else {}
+            tokens += self._tokenizer(piece, add_special_tokens=False, **as_text)["input_ids"] if piece else ()
+        return tuple(tokens)
+
+    def _harmless(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if message.get("role") != "tool" or not isinstance(content, str):
+            return message
+        return {**message, "content": self._mark.sub(lambda mark: f"{OPEN}{mark[0]}{CLOSE}", content)}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer, without special tokens."""

@@ -40,11 +40,11 @@ def read_tool_call(body: str) -> ToolCall:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        arguments, error = {}, "the arguments of a tool call are a map by name"
+        arguments, why = {}, "the arguments of a tool call are a map by name"
     else:
-        error = ""
+        why = ""
     try:
         json.dumps([name, arguments], ensure_ascii=False).encode()
     except (ValueError, RecursionError):  # half a surrogate pair has no bytes, and no tokens
         return ToolCall("", {}, "the tool call is no text that can be told")
-    return ToolCall(name, arguments, error)
+    return ToolCall(name, arguments, why)

@@ -22,9 +22,9 @@ TOOLS = [
 ]
 
 
-def calculator(expression: str = "") -> str:
-    """The product in `17*23`."""
-    a, _, b = expression.partition("*")
+def calculator(expression: Any = "", **_: Any) -> str:
+    """The product in `17*23`; models call with what they like."""
+    a, _, b = str(expression).partition("*")
     return str(int(a) * int(b)) if a.strip().isdecimal() and b.strip().isdecimal() else "error"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -184,6 +185,29 @@ async def test_an_answer_that_was_lost_on_its_way_is_given_again(endpoint: Endpo
     await client.chat.completions.create(model="m", messages=more)
     anew = await client.chat.completions.create(model="m", messages=USER, extra_headers=again)
     assert (anew.id != first.id, len(policy.asked)) == (True, 3)  # the first was got: something was built on it
+
+
+async def test_a_stream_has_no_line_ends_within_its_lines(endpoint: Endpoint) -> None:
+    """Clients that split text into lines take these characters for line ends, which JSON does not escape."""
+    said = "a\x85b\u2028c\u2029d\x0be"
+    session = await endpoint.open(lambda prompt, choice: said)
+    body = {"messages": USER, "stream": True}
+    headers = {"Authorization": f"Bearer {session.key}"}
+    async with (
+        httpx.AsyncClient(timeout=20) as http,
+        http.stream("POST", f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer,
+    ):
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == said
+
+
+async def test_a_session_that_has_ended_is_not_asked_again(endpoint: Endpoint) -> None:
+    session = await endpoint.open(lambda prompt, choice: "b")
+    await session.end()
+    with pytest.raises(openai.ConflictError) as refused:
+        await endpoint.client(session, max_retries=3).chat.completions.create(model="m", messages=USER)
+    assert refused.value.response.request.headers["x-stainless-retry-count"] == "0"
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused_before_a_stream_begins(endpoint: Endpoint) -> None:
