@@ -133,9 +133,11 @@ def _publish_versions(model: Path, place: Path, updates: int) -> None:
     """Version 0 and `updates` deltas, of which each moves a share of the weights by one unit in the last place."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from ops.host import weights_folder
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, PUBLISHED)).state_dict()
     writer = WeightWriter(WeightStore(weights_folder(place)), full_every=updates + 1, delta=True)
     generator = torch.Generator().manual_seed(0)
