@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PUBLISHED = "bfloat16"
 LOOK_S = 0.002  # between two looks at the number of tokens
 WARM_S = 3.0
+USUAL_STEPS = 50  # of which the median is a usual one
 PROMPT_TOKENS = 16
 NEW_TOKENS = 256
 CHANGED = 0.01  # share of the weights that a version changes
@@ -88,6 +89,10 @@ async def bench_swap(
         await asyncio.gather(taking, watched)
         swaps = [Swap(**swap) for swap in json.loads((place / "takes.json").read_text())]
         rates: dict[str, float] = json.loads((place / "watched.json").read_text())
+    if not rates["nothing"]:
+        raise UserError(
+            f"A worker made no two steps in {seconds:g} s.", "Give it more --seconds, or a quieter machine."
+        )
     publish(report(swaps, rates, spec, machine), out)
     return 0
 
@@ -223,8 +228,10 @@ class _Worker:
             await asyncio.sleep(LOOK_S)
 
     def rate(self, start: float, stop: float) -> float:
-        """Tokens a second between two times."""
+        """Tokens a second between two times; 0 if there were not two steps."""
         within = [(at, tokens) for at, tokens in self.times if start <= at <= stop]
+        if len(within) < 2:
+            return 0.0
         return (within[-1][1] - within[0][1]) / (within[-1][0] - within[0][0])
 
     def gaps(self, start: float, stop: float) -> list[float]:
@@ -253,7 +260,7 @@ async def _takes(worker: _Worker) -> list[Swap]:
 
 async def _take(worker: _Worker, reader: WeightReader, event: WeightVersion) -> tuple[float, float, float]:
     """Seconds in which no token came, and of these the writing and the prefilling."""
-    usual = statistics.median(worker.gaps(time.monotonic() - WARM_S, time.monotonic()))
+    usual = statistics.median(worker.gaps(0.0, time.monotonic())[-USUAL_STEPS:])
     before = worker.engine.stats()
     local = await reader.fetch(event)
     began = time.monotonic()
