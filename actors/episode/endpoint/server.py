@@ -291,7 +291,12 @@ class Server:
     async def _end(self, request: web.Request) -> web.StreamResponse:
         raw = await self._read(request)
         body = read_model(EndBody, read_json(raw) if raw.strip() else {})
-        session = await self._registry.find(_key(request), self._config.wait_s)
+        try:
+            session = await self._registry.find(_key(request), self._config.wait_s)
+        except ApiError as error:
+            if error.code != "session_ended":
+                raise
+            return web.json_response({"object": "session", "id": request.match_info["id"], "ended": True})
         if request.match_info["id"] not in ("current", session.id):
             raise ApiError(404, "The API key is that of another session.", param="id")
         await session.end(body.reward, body.drop or "")

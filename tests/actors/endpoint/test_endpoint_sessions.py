@@ -91,6 +91,9 @@ async def test_a_task_is_handed_out_once_and_without_what_the_recipe_does_not_na
             await agent.post("/sessions/current/end", cast_to=object, body={"reward": 1})
         made = await now.outcome()
         assert (made.reward, len(made.turns), made.messages) == (1.0, 1, [{"role": "assistant", "content": "5"}])
+        async with now.client(session["api_key"]) as agent:  # whose answer was lost, and that says it again
+            again: Any = await agent.post("/sessions/current/end", cast_to=object, body={"reward": 5})
+        assert (again["ended"], made.reward) == (True, 1.0)
 
 
 async def test_who_has_not_the_token_gets_no_task(
