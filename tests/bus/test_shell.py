@@ -291,7 +291,7 @@ async def test_a_rejected_message_leaves_its_bytes_and_ends_its_sample(bus: Memo
     assert dead.headers["Rs-Reason"] == "the template has no user turn"
     [dropped] = await bus.get(DROPPED, [1])
     assert dropped.message() == Dropped(
-        group_id=4, index=2, reason="bad_prompt", detail="the template has no user turn"
+        group_id=4, index=2, reason="bad_prompt", detail="the template has no user turn", worker="w"
     )
 
 
