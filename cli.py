@@ -9,11 +9,16 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+# What follows takes half a second: who presses Ctrl-C in it shall not be shown a traceback of some library.
+signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped\n"), os._exit(130)))
 
 import typer
+import typer.core
 
 from ops.commands.bench import bench
 from ops.commands.data import data
@@ -35,8 +40,23 @@ from ops.commands.replay import diff, replay, trace
 from ops.commands.reward import reward
 from ops.commands.scale import scale
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Commands(typer.core.TyperGroup):
+    """What Ctrl-C ends before it has begun ends with one line."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            ctx.exit(130)
+
+
 app = typer.Typer(
     name="rollstream",
+    cls=_Commands,
     help="Fully asynchronous reinforcement learning for language models on a durable message log.",
     epilog="Begin with: rollstream doctor, then rollstream run recipes/running_total.yaml",
     no_args_is_help=True,

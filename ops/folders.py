@@ -6,9 +6,11 @@ import asyncio
 import difflib
 import re
 import time
+import unicodedata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bus.table import RUN_NAME
 from schemas import UserError
 
 RUNS = Path("runs")
@@ -23,6 +25,20 @@ def new_folder(name: str, now_s: float | None = None) -> Path:
         if not folder.exists():
             return folder
         now_s += 1.0
+
+
+def run_name_of(folder: Path) -> str:
+    """The name of the run in a folder, the last part of its path. Raises `UserError` if it cannot be one."""
+    name = folder.resolve().name
+    if RUN_NAME.fullmatch(name):
+        return name
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    usable = re.sub(r"[^a-z0-9]+", "-", plain)[:63].strip("-") or "run"
+    raise UserError(
+        f"{folder} cannot be a run's folder: its last part, {name!r}, is the run's name, which consists of lower-case "
+        "letters, digits and '-', at most 63, the first not a '-'.",
+        f"Take another one, such as {folder.with_name(usable)}.",
+    )
 
 
 def newest_folder(name: str | None = None) -> Path:

@@ -27,7 +27,7 @@ from bus.table import CONTROL, check_run_name
 from ops.datasets import read_notes
 from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
-from ops.folders import check_up
+from ops.folders import check_up, run_name_of
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.metrics.feed import written_beside
 from ops.metrics.tensorboard import need_tensorboard
@@ -69,7 +69,7 @@ async def run(recipe: Recipe, folder: Path, resume: bool = False, nats: str | No
     _claim(recipe, folder, resume)
     try:
         await _check(recipe, folder, nats or recipe.bus.url)
-    except UserError:
+    except BaseException:  # Ctrl-C too
         if not resume:  # nothing was begun, so nothing is to be resumed: the next try is a new run again
             (folder / "recipe.yaml").unlink(missing_ok=True)
         raise
@@ -223,7 +223,7 @@ def locate(folder: Path | None, run: str | None, nats: str | None) -> Where:
 
 def _claim(recipe: Recipe, folder: Path, resume: bool) -> None:
     """Make the run's folder, or check that it can be continued with this recipe."""
-    check_run_name(folder.name)
+    run_name_of(folder)
     stored = folder / "recipe.yaml"
     if stored.exists():
         if not resume:

@@ -42,7 +42,7 @@ from bus.table import (
     check_run_name,
 )
 from ops.console import open_console, tell_damage
-from ops.folders import RUNS
+from ops.folders import RUNS, run_name_of
 from ops.host import initial_model, weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.nats_server import NatsServer
@@ -78,7 +78,7 @@ async def main(
     async with contextlib.AsyncExitStack() as stack:
         source = await stack.enter_async_context(open_log(target))
         folder = _claimed(folder or RUNS / f"{source.run[:40]}-replay-{time.strftime('%H%M%S')}", run_name)
-        run = check_run_name(run_name or folder.name)
+        run = check_run_name(run_name or run_name_of(folder))
         recipe = newest_recipe_of(source)
         span = await _span(source, start, stop)
         await asyncio.to_thread(_furnish, source, folder, span[2])
@@ -274,7 +274,7 @@ async def _sleep_until(due_s: float, stop: asyncio.Event) -> None:
 
 def _claimed(folder: Path, run_name: str | None) -> Path:
     folder = folder.resolve()
-    check_run_name(run_name or folder.name)
+    check_run_name(run_name or run_name_of(folder))
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty.", "Give a new folder with --dir.")
     try:

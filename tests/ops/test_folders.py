@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.folders import check_up, find_folder, model_of, new_folder, newest_folder
+from ops.folders import check_up, find_folder, model_of, new_folder, newest_folder, run_name_of
 from schemas import UserError
 
 NOW_S = 1_750_000_000.0
@@ -70,3 +70,16 @@ async def test_a_run_whose_server_is_gone_is_not_up() -> None:
     assert "--resume --dir runs/total" in told.value.remedy
     with socket.create_server(("127.0.0.1", 0)) as server:
         await check_up("total", f"nats://127.0.0.1:{server.getsockname()[1]}", Path("runs/total"))
+
+
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [("my_run", "my-run"), ("Ünï Run.2", "uni-run-2"), ("-a", "a"), ("__", "run"), ("x" * 70, "x" * 63)],
+)
+def test_a_folder_whose_name_no_run_can_have_is_told_with_one_that_can(tmp_path: Path, name: str, usable: str) -> None:
+    """The name of a run is that of its folder; the error spoke of a bus."""
+    with pytest.raises(UserError) as told:
+        run_name_of(tmp_path / name)
+    assert str(tmp_path / name) in told.value.message
+    assert str(told.value.remedy).endswith(f" such as {tmp_path / usable}.")
+    assert run_name_of(tmp_path / usable) == usable
