@@ -143,9 +143,10 @@ class VllmEngine:
         while True:
             answer = Answer(request, self._version)
             finish = await self._generate_once(answer)
+            if answer.anew:
+                await self._admitting.wait()
             if not answer.anew or self._handed_over:
                 return answer.generation(finish)
-            await self._admitting.wait()
 
     async def _generate_once(self, answer: Answer) -> Finish | None:
         self._requests += 1
