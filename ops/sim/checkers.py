@@ -335,6 +335,8 @@ class Checker:
         key = dropped.group_id, dropped.index
         name = dropped.sample_id
         self.episodes.drop(dropped)
+        chosen = bool(dropped.worker) or dropped.reason != "filtered"
+        self._hold("I2", chosen, f"{name} is dropped by a filter that the recipe does not have")
         self._hold("I2", dropped.group_id in self.group_ends, f"{name} is dropped and was never admitted")
         if dropped.worker and key in self.trained:
             self.world.count("a worker gave up a sample that was trained")

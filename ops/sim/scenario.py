@@ -215,11 +215,11 @@ def draw(seed: int) -> Scenario:
 
 
 CORNERS: Final = 0.35  # share of the seeds that are led to where chance alone seldom gets
-EPISODES: Final = 0.4  # share of the others whose samples are made by episodes
+EPISODES: Final = 0.3  # share of the others whose samples are made by episodes
 
 
 def _of_episodes(scenario: Scenario, dice: random.Random) -> Scenario:
-    """Answers are short, as an episode has several. In some seeds turns are answered twice, and episodes run again."""
+    """Answers are short and few, as an episode has several; in some seeds turns have two, and episodes run again."""
     twice = {"duplicate": 0.5, "kill": 0.6, "stale_read": 0.1}
     if again := dice.random() < 0.3:
         scenario = dataclasses.replace(
@@ -237,6 +237,9 @@ def _of_episodes(scenario: Scenario, dice: random.Random) -> Scenario:
         )
     return dataclasses.replace(
         scenario,
+        steps=min(scenario.steps, 5),
+        batch_groups=min(scenario.batch_groups, 2),
+        group_size=min(scenario.group_size, 3),
         episodes=dice.choice((1, 2, 2, 3)),
         at_once=dice.choice((2, 8, 64)),
         replayable=dice.random() < 0.8,

@@ -32,6 +32,7 @@ class Bug:
     where: str
     old: str
     new: str
+    episodes: bool = False  # does harm in runs with episodes only
 
 
 BUGS = (
@@ -210,6 +211,112 @@ BUGS = (
         "await self._bus.publish_fenced([done], done.step)",
         "await self._bus.publish(done)",
     ),
+    # Episodes.
+    Bug(
+        "an answer is taken for whatever its episode asks",
+        "actors.episode.exchange:Exchange.follow",
+        "self._waiting.pop(entry.id, ())",
+        'self._waiting.pop(next(turn for turn in self._waiting if turn.startswith(f"{answer.sample_id}/")), ())',
+        episodes=True,
+    ),
+    Bug(
+        "an answer that the log did not show is not looked for again",
+        "actors.episode.exchange:Exchange._answer",
+        "timeout=ASK_AGAIN_S",
+        "timeout=None",
+        episodes=True,
+    ),
+    Bug(
+        "observations are marked as the model's",
+        "actors.episode.trajectory:_Sequence.add",
+        "self.observations.append((len(self.tokens), len(told)))",
+        "pass",
+        episodes=True,
+    ),
+    Bug(
+        "an answer begins another sequence though it goes on",
+        "actors.episode.trajectory:_Sequence.goes_on_in",
+        "len(prompt) >= mine",
+        "len(prompt) > mine",
+        episodes=True,
+    ),
+    Bug(
+        "a prompt is acknowledged before its episode's rollout is stored",
+        "actors.episode.actor:EpisodeWorker._handle",
+        "return [outcome] if outcome is not None else []",
+        "await delivery.ack()\n        return [outcome] if outcome is not None else []",
+        episodes=True,
+    ),
+    Bug(
+        "an episode that runs again counts its turns otherwise",
+        "actors.episode.policy:Policy.generate",
+        "self._number = self._number, self._number + 1",
+        "self._number = self._number, self._number + 1 + (self.log.reused > 0)",
+        episodes=True,
+    ),
+    Bug(
+        "an episode that can be repeated begins anew with its worker",
+        "actors.episode.actor:EpisodeWorker._episode",
+        "attempt = 0 if self._replayable else",
+        "attempt = again if self._replayable else",
+        episodes=True,
+    ),
+    Bug(
+        "an episode that cannot be repeated gets its old answers",
+        "actors.episode.actor:EpisodeWorker._episode",
+        "attempt = 0 if self._replayable else again * tries + retry",
+        "attempt = 0",
+        episodes=True,
+    ),
+    Bug(
+        "a log that refuses is held to be the function's failure",
+        "actors.episode.actor:EpisodeWorker._episode",
+        "except (UserError, BusFull, BusUnavailable):",
+        "except UserError:",
+        episodes=True,
+    ),
+    Bug(
+        "an episode that is given up ends its group",
+        "actors.controller.core:ControllerCore.saw_dropped",
+        "and not dropped.worker",
+        "",
+        episodes=True,
+    ),
+    Bug(
+        "turns of an episode have one seed",
+        "actors.episode.policy:seed_of",
+        "if (attempt, number, choice) == (0, 0, 0):",
+        "if True:",
+        episodes=True,
+    ),
+    Bug(
+        "a turn asks for any version",
+        "actors.episode.policy:Policy.generate",
+        "min_version=self.prompt.min_version",
+        "min_version=0",
+        episodes=True,
+    ),
+    Bug(
+        "a turn that is stored twice is made twice at once",
+        "actors.rollout.actor:RolloutWorker._handle",
+        "if (making := self._making.get(message.id)) is not None:",
+        "if (making := None) is not None:",
+        episodes=True,
+    ),
+    Bug(
+        "an answer goes on to where somebody looked for the string that ends it",
+        "actors.rollout.turn_watch:TurnWatch.generate",
+        "shortened(generation, stop[0])",
+        "generation",
+        episodes=True,
+    ),
+    Bug(
+        "observations count as trained",
+        "actors.trainer.actor:Trainer._load",
+        "ages.append(age[made & fresh])",
+        "ages.append(age[fresh])",
+        episodes=True,
+    ),
 )
 
 
@@ -257,7 +364,10 @@ def search(bug: Bug, seeds: int = SEEDS) -> Found:
     begin_s = time.monotonic()
     with planted(bug):
         for seed in range(seeds):
-            outcome = simulate(draw(seed))
+            scenario = draw(seed)
+            if bug.episodes and not scenario.episodes:
+                continue
+            outcome = simulate(scenario)
             if not outcome.clean:
                 return Found(bug, seed, str(outcome.violations[0]), time.monotonic() - begin_s)
     return Found(bug, None, "", time.monotonic() - begin_s)

@@ -31,6 +31,8 @@ QUICK = (
     "the gate admits one step too many",
     "all tokens are tagged with the version at the end",
     "a trainer that starts again skips the batches since its checkpoint",
+    "a prompt is acknowledged before its episode's rollout is stored",
+    "an episode that runs again counts its turns otherwise",
 )
 
 
