@@ -89,6 +89,7 @@ class EpisodeWorker:
         await self._function.start()
         async with self.gauges.beating():
             self.gauges.pause("prompts")
+            log.info("episode_worker_started", worker=self.name, what=self.config.what)
             helpers = [
                 asyncio.create_task(self._exchange.follow(), name=f"{self.name} hears answers"),
                 asyncio.create_task(self._exchange.hear(), name=f"{self.name} hears of tokens"),
