@@ -52,7 +52,7 @@ OFFERED = {
     " islice pairwise permutations product repeat starmap takewhile zip_longest",
     "json": "",
     "math": "ceil comb cos exp factorial floor gcd hypot inf isqrt lcm log log10 log2 perm pi prod sin sqrt",
-    "operator": "add and_ attrgetter itemgetter mul or_ sub xor",
+    "operator": "and_ attrgetter itemgetter or_ xor",
     "random": "choice randint shuffle",
     "re": "",
     "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
@@ -61,7 +61,8 @@ OFFERED = {
     " Optional Sequence Set Tuple Type TypeVar Union",
 }
 """Modules, and names in them, that a program with a function to call may use without importing them, as at LeetCode:
-the code that such problems begin with says `List[int]` and imports nothing."""
+the code that such problems begin with says `List[int]` and imports nothing. Names of common methods, such as `add`,
+are not among them: what is imported costs each test milliseconds."""
 CHUNK = 1 << 16
 LOOK_S = 0.05  # between two looks at what no kernel limit covers
 
@@ -293,7 +294,7 @@ def _offer(code: CodeType, module: ModuleType) -> None:
         names.update(one.co_names)
         codes += [constant for constant in one.co_consts if isinstance(constant, type(code))]
     for source, offered in OFFERED.items():
-        if source in names:
+        if source in names and (source != "copy" or "deepcopy" in names):  # lists have a copy, too
             module.__dict__[source] = __import__(source)
         for name in names.intersection(offered.split()):
             module.__dict__[name] = getattr(__import__(source), name)
