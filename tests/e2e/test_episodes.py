@@ -113,3 +113,36 @@ def test_the_use_of_a_tool_is_learnt_and_found_on_held_out_problems(start: Calla
     calls = [rollout for rollout in rollouts if isinstance(rollout, Rollout) and len(rollout.observations)]
     assert calls
     assert all(rollout.messages[1]["role"] == "tool" for rollout in calls)
+
+
+HARMFUL = """
+import os, time
+
+async def episode(prompt, policy):
+    reply = await policy.chat().ask()
+    if (prompt.group_id, prompt.index) == (3, 0):
+        os._exit(3)
+    if (prompt.group_id, prompt.index) == (5, 1):
+        time.sleep(1000)
+    return float(len(reply.text) % 2)
+"""
+
+
+def test_episodes_that_end_or_block_their_worker_cost_their_own_samples_only_and_are_told(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """The worker was started again for ever, as "was stopped", and nothing told why."""
+    task, steps = tmp_path / "task.py", 4
+    task.write_text(HARMFUL)
+    small = ("sft.steps=20", "controller.batch_groups=4", "controller.group_size=4", "controller.max_staleness=2")
+    harm = (f"episode.function={task}:episode", "episode.options={}", "episode.held_up_s=2.0", "evaluation.count=0")
+    run = start("multiturn", f"steps={steps}", *small, *harm)
+    assert run.ends() == 0, run.output
+    assert_sound(run.folder, steps)
+    output = " ".join(run.output.split())
+    assert "episode-0 ended with status 3 while sample 3-0 ran; it is started again" in output
+    assert "sample 3-0: error: episode: its worker ended with status 3 while it ran, 3 times in a row" in output
+    assert "sample 5-1: timeout: episode: it held up all other episodes for 2 s at" in output
+    assert "1 error" in output
+    assert "1 timeout" in output
+    assert [event["sample"] for event in run.events("episode-0", "episode_blocks")][:1] == ["5-1"]
