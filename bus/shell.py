@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from bus.port import Bus, Delivery
+from bus.port import Bus, Delivery, Entry
 from bus.table import DELIVERIES_MAX, Consumer
 from schemas import Dropped, DropReason, MalformedMessage, Message, Partial, Rollout
 from schemas.messages import Sample
@@ -52,7 +52,14 @@ Handle: TypeAlias = Callable[[Message, Delivery], Awaitable[Sequence[Message] | 
 
 
 async def serve(
-    bus: Bus, consumer: Consumer, handle: Handle, *, room: Callable[[], int], stop: asyncio.Event, name: str
+    bus: Bus,
+    consumer: Consumer,
+    handle: Handle,
+    *,
+    room: Callable[[], int],
+    stop: asyncio.Event,
+    name: str,
+    more: Callable[[Entry], Awaitable[int]] | None = None,
 ) -> None:
     """Serve a consumer until `stop` is set, then give back what is unfinished.
 
@@ -61,13 +68,16 @@ async def serve(
     the log, which gives it out again, and since the ids of the outputs derive from those of the input, storing them
     twice stores them once. In the other order a death in between would lose the outputs for ever.
 
+    A message that was given out more than `DELIVERIES_MAX` times is rejected: it may be what its workers die of. `more`
+    tells how many deliveries beyond that one may have that came further each time; it is asked only then.
+
     While messages are handled, their progress is reported every third of the ack wait in force.
 
     Raises:
         BusUnavailable, BusFull: an output could not be stored. Everything in flight was given back.
         Exception: whatever else `handle` raised, our own bug. Everything in flight was given back.
     """
-    shell = _Shell(bus, consumer, handle, name)
+    shell = _Shell(bus, consumer, handle, name, more)
     async with bus.subscribe(consumer) as subscription:
         stopped = asyncio.ensure_future(stop.wait())
         ticking = asyncio.ensure_future(shell.tick())
@@ -129,13 +139,21 @@ class _Flight:
 class _Shell:
     """What is in flight, and what becomes of it."""
 
-    def __init__(self, bus: Bus, consumer: Consumer, handle: Handle, name: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        consumer: Consumer,
+        handle: Handle,
+        name: str,
+        more: Callable[[Entry], Awaitable[int]] | None = None,
+    ) -> None:
         self.flights: dict[int, _Flight] = {}  # by sequence
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # never has a result
         self._next_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bus = bus
         self._consumer = consumer
         self._handle = handle
+        self._more = more
         self._name = name
         self._done: OrderedDict[str, None] = OrderedDict()  # ids whose outputs are stored, the newest last
         self._log = structlog.get_logger().bind(worker=name, consumer=consumer.name)
@@ -206,7 +224,8 @@ class _Shell:
             return
         message: Message | None = None
         try:
-            if flight.delivery.deliveries > DELIVERIES_MAX:
+            beyond = flight.delivery.deliveries - DELIVERIES_MAX
+            if beyond > 0 and (self._more is None or beyond > await self._more(entry)):
                 raise Rejected(f"gave up after {flight.delivery.deliveries - 1} deliveries")
             try:
                 message = entry.message()

@@ -22,7 +22,7 @@ from actors.rollout.early_stop import EarlyStop, Guard
 from actors.rollout.engine import Engine, EngineError, Request, Sampling, WeightsError
 from actors.rollout.turn_watch import Outcome, TurnWatch
 from actors.rollout.turns import Made, name_of, partial_of, prefix_of, refusal_of, result_of, sampling_of, text_of
-from bus.port import Bus, Delivery
+from bus.port import Bus, Delivery, Entry
 from bus.shell import HandBack, Rejected, Retry, serve
 from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS
 from bus.weights import Local
@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 VERSION_WAIT_S = 60.0  # how long a prompt may wait for the version that it asks for, before it goes back
 UPDATE_RETRY_S = 1.0
+DELIVERY_TOKENS = 32  # stored of an answer that pay for one more delivery: fewer are what a worker dies of, not of age
 PARTIALS_EVERY_S = 0.5
 TWICE_RETRY_S = 0.5  # before a turn that the queue holds twice is looked at again: its answer has been stored by then
 
@@ -124,6 +125,7 @@ class RolloutWorker:
                     room=lambda: places if self._has_weights else 0,
                     stop=stop,
                     name=self.name,
+                    more=self._deliveries_on_the_way,
                 )
             )
             stopping = asyncio.create_task(stop.wait())
@@ -215,6 +217,11 @@ class RolloutWorker:
             raise Retry(delay_s=1.0) from None
         finally:
             self._without_version -= 1
+
+    async def _deliveries_on_the_way(self, entry: Entry) -> int:
+        """A long answer may be handed over many times, and comes further each time."""
+        partial = await self._partial(entry.id)
+        return 0 if partial is None else len(partial.tokens) // DELIVERY_TOKENS
 
     async def _partial(self, name: str) -> Partial | None:
         entry = await self.bus.last(PARTIALS, name)

@@ -17,8 +17,9 @@ from actors.rollout.actor import RolloutWorker
 from actors.rollout.config import Repetition, RolloutConfig, StopEarly
 from actors.rollout.early_stop import Cut, EarlyStop, Guard, repeats, shortened
 from actors.rollout.engine import EngineStats, Generation, Request, Sampling
+from actors.rollout.turns import partial_of
 from bus.memory import MemoryBus, MemoryHub
-from bus.table import PARTIALS, ROLLOUT_WORKERS, ROLLOUTS, WEIGHTS
+from bus.table import PARTIALS, PROMPTS, ROLLOUT_WORKERS, ROLLOUTS, WEIGHTS
 from bus.weights import Local
 from schemas import Prompt, Rollout, UserError, WeightVersion
 
@@ -312,6 +313,17 @@ async def test_of_what_was_saved_of_samples_that_have_ended_nothing_is_kept(
     finally:
         saving.cancel()
     assert await bus.last(PARTIALS, "0-0") is not None
+
+
+async def test_the_tokens_of_an_answer_on_its_way_pay_for_more_deliveries(bus: MemoryBus) -> None:
+    """It is handed over whenever a machine leaves, and would have been dropped at the twentieth."""
+    worker = RolloutWorker(bus, RolloutConfig(), SlowEngine({}), FakeTokenizer(), (), NoWeights(), "rollout-0")
+    await bus.publish(Prompt(group_id=0, index=0, group_size=1, prompt="p", task={}, seed=1, min_version=0))
+    (entry,) = await bus.get(PROMPTS, [1])
+    assert await worker._deliveries_on_the_way(entry) == 0
+    saved = Generation("0-0", (1,), (5,) * 3200, (-1.0,) * 3200, ((0, 3200),), None)
+    await bus.publish(partial_of(saved, "rollout-1"))
+    assert await worker._deliveries_on_the_way(entry) == 100
 
 
 async def test_a_worker_that_joins_takes_no_prompt_before_it_has_weights(bus: MemoryBus) -> None:
