@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,11 @@ def workers_of(run: Launched) -> set[str]:
     return {rollout.worker for rollout in rollouts if isinstance(rollout, Rollout)}
 
 
+def events_of(run: Launched, event: str) -> list[dict[str, Any]]:
+    """What both episode workers have logged."""
+    return [line for name in ("episode-0", "episode-1") for line in run.events(name, event)]
+
+
 def assert_whole(rollouts: list[Rollout], answers: list[Answer]) -> None:
     """What the model made in each rollout is what its answers hold, one after the other."""
     by_id = {answer.id: answer for answer in answers}
@@ -59,7 +65,7 @@ def assert_whole(rollouts: list[Rollout], answers: list[Answer]) -> None:
 def test_tries_with_feedback_learn_through_kills_of_episode_and_rollout_workers(start: Callable[..., Launched]) -> None:
     """Their episodes are run again on the answers that the log has, and go on where they were. One that joins has its
     share within seconds, and what a killed one had."""
-    steps = 14
+    steps = 20
     run = start(
         "multiturn",
         f"steps={steps}",
@@ -72,22 +78,20 @@ def test_tries_with_feedback_learn_through_kills_of_episode_and_rollout_workers(
     scaled = Launched(["scale", str(run.folder), "episode=2"], run.folder)
     assert scaled.ends() == 0, scaled.output
     run.until("an episode of both", lambda: {"episode-0", "episode-1"} <= workers_of(run))
-    for victim in ("episode-0", "rollout-0"):
-        killed = run.kill(victim)
-        run.until_replaced(victim, killed)
-        run.until_step(run.steps_trained + 2)
+    while run.steps_trained < steps - 4:  # later the run may end without its victims
+        run.until_replaced("episode-0", run.kill("episode-0"))
+        run.until_step(run.steps_trained + 1)
+        if any(event["turns_reused"] for event in events_of(run, "episode_resumed")):
+            break  # it was killed between two turns, as is likely, and not certain
+    run.kill("rollout-0")
     assert run.ends() == 0, run.output
     assert_sound(run.folder, steps)
     batches, rollouts, answers = read_all(run.folder, BATCHES, ROLLOUTS, ANSWERS)
     rewards = rewards_of(batches)  # type: ignore[arg-type]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
     assert_whole(rollouts, answers)  # type: ignore[arg-type]
-    resumed, restarted = (
-        [line for name in ("episode-0", "episode-1") for line in run.events(name, event)]
-        for event in ("episode_resumed", "episode_restarted")
-    )
-    assert any(event["turns_reused"] for event in resumed)
-    assert not restarted  # the same answers lead to the same questions
+    assert any(event["turns_reused"] for event in events_of(run, "episode_resumed"))
+    assert not events_of(run, "episode_restarted")  # the same answers lead to the same questions
 
 
 def test_the_use_of_a_tool_is_learnt_and_found_on_held_out_problems(start: Callable[..., Launched]) -> None:
