@@ -220,13 +220,6 @@ BUGS = (
         episodes=True,
     ),
     Bug(
-        "an answer that the log did not show is not looked for again",
-        "actors.episode.exchange:Exchange._answer",
-        "timeout=ASK_AGAIN_S",
-        "timeout=None",
-        episodes=True,
-    ),
-    Bug(
         "observations are marked as the model's",
         "actors.episode.trajectory:_Sequence.add",
         "self.observations.append((len(self.tokens), len(told)))",
