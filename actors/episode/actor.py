@@ -18,7 +18,7 @@ import structlog
 from actors import clock
 from actors.ended import Ended
 from actors.episode.builtin import Episode
-from actors.episode.capacity import LOOK_S, Capacity
+from actors.episode.capacity import LOOK_S, LOOK_SOON_S, Capacity
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.deaths import DEATHS_MAX, Deaths
@@ -69,6 +69,7 @@ class EpisodeWorker:
         self._keeps_time = getattr(function, "keeps_time", False)
         self._exchange = Exchange(bus, name)
         self._capacity = Capacity(config.at_once)
+        self._filled = asyncio.Event()
         self._ended = Ended(bus)
         self._leaving: asyncio.Future[None] | None = None
         self._running = 0
@@ -125,11 +126,15 @@ class EpisodeWorker:
 
     async def _look(self) -> None:
         """See how the engines keep up with the turns, for ever; not in step with other workers."""
-        rng = random.Random(self.name)
+        rng, now_s = random.Random(self.name), asyncio.get_running_loop().time
         while True:
+            self._filled.clear()
             waiting = (await self.bus.backlog(TURN_WORKERS)).pending
-            self._capacity.looked(self._running, waiting, self._exchange.answered)
-            await asyncio.sleep(LOOK_S * rng.uniform(0.5, 1.5))
+            self._capacity.looked(now_s(), self._running, waiting, self._exchange.answered)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S * rng.uniform(0.5, 1.5)):
+                    await self._filled.wait()
+                    await asyncio.sleep(LOOK_SOON_S)
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:
         assert isinstance(message, Prompt)
@@ -137,6 +142,8 @@ class EpisodeWorker:
         if self._running == 0:
             self.gauges.resume()
         self._running += 1
+        if self._capacity.filled(self._running):
+            self._filled.set()
         work = asyncio.ensure_future(self._ended.unless(message.sample_id, self._alive(message, delivery)))
         try:
             either: tuple[asyncio.Future[Any], ...] = (work, self._leaving)

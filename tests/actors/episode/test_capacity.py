@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actors.episode.actor import EpisodeWorker
 from actors.episode.builtin import Function
-from actors.episode.capacity import STEP, Capacity
+from actors.episode.capacity import LOOK_S, STEP, Capacity
 from actors.episode.config import EpisodeConfig
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus, Delivery, Entry
@@ -96,8 +96,12 @@ async def log_with(prompts: int) -> tuple[MemoryBus, list[str]]:
     bus = MemoryBus("run", MemoryHub(on_stored=stored))
     await bus.setup(ack_wait_s=2.0)
     for group in range(prompts):
-        await bus.publish(Prompt(group_id=group, index=0, group_size=1, prompt="2", task={}, seed=7, min_version=0))
+        await bus.publish(of_group(group))
     return bus, made
+
+
+def of_group(group: int) -> Prompt:
+    return Prompt(group_id=group, index=0, group_size=1, prompt="2", task={}, seed=7, min_version=0)
 
 
 async def until(holds: Callable[[], bool], *tasks: asyncio.Task[None]) -> float:
@@ -129,6 +133,22 @@ def test_the_engines_never_run_dry(slots: int) -> None:
     assert sum(busy) / len(busy) >= 0.95 * slots
 
 
+def test_a_burst_of_prompts_fills_the_engines_within_a_second() -> None:
+    """A step's prompts come together: to begin them by and by would leave the engines half empty each time."""
+
+    async def scene() -> float:
+        bus, _ = await log_with(0)
+        engine = Engine(bus, 64)
+        async with at_work(engine.run()) as model, at_work(worker(bus, "episode-0")) as one:
+            await asyncio.sleep(2.0)
+            for group in range(128):
+                await bus.publish(of_group(group))
+            return await until(lambda: engine.busy == 64, model, one)
+
+    seconds, _ = run_virtual(scene())
+    assert seconds < 1.0
+
+
 def test_one_that_joins_shares_the_load_and_takes_all_of_it_when_the_other_is_killed() -> None:
     """The first has as many prompts as it would need for itself alone, and begins what the engines can answer."""
     prompts = 400
@@ -140,11 +160,11 @@ def test_one_that_joins_shares_the_load_and_takes_all_of_it_when_the_other_is_ki
             assert (await bus.backlog(ROLLOUT_WORKERS)).ack_pending < AT_ONCE // 2
             async with at_work(worker(bus, "episode-1")) as second:
                 assert await until(lambda: "episode-1" in made, model, first, second) < 5.0
-                await asyncio.sleep(6.0)
+                await asyncio.sleep(5.0)
                 since = len(made)
-                await asyncio.sleep(6.0)
+                await asyncio.sleep(5.0)
                 share = Counter(made[since:])
-                assert min(share["episode-0"], share["episode-1"]) > 0.35 * share.total(), share
+                assert min(share["episode-0"], share["episode-1"]) > 0.2 * share.total(), share
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
                 killed_at = len(made)
@@ -159,9 +179,9 @@ def test_the_room_is_what_the_table_says(at_once: int, looks: list[tuple[int, in
     capacity = Capacity(at_once)
     step, total = max(STEP, at_once // 16), 0
     assert capacity.room == min(step, at_once)
-    for waiting, lately in looks:
+    for k, (waiting, lately) in enumerate(looks):
         running = capacity.room  # it takes all that it may
         total += lately
-        capacity.looked(running, waiting, total)
+        capacity.looked((k + 1) * LOOK_S, running, waiting, total)
         open_ = waiting <= STEP or waiting <= lately
         assert capacity.room == (min(at_once, running + step) if open_ else 0)
