@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bus.memory import MemoryBus, MemoryHub
-from bus.port import BusFull, Delivery, Entry
+from bus.port import BusFull, Delivery
 from bus.shell import HandBack, Handle, Rejected, Retry, serve
 from bus.table import DEAD, DELIVERIES_MAX, DROPPED, PARTIALS, ROLLOUT_WORKERS, ROLLOUTS
 from schemas import Dropped, MalformedMessage, Message, Prompt
@@ -479,27 +479,3 @@ async def test_a_cancelled_worker_gives_back_what_it_has(bus: MemoryBus) -> None
         await worker
     async with bus.subscribe(QUEUE) as subscription:
         assert len(await subscription.fetch(5, ACK_WAIT_S / 2)) == 1
-
-
-@pytest.mark.parametrize("more", [1, 2])
-async def test_what_comes_further_with_every_delivery_may_have_more_of_them(bus: MemoryBus, more: int) -> None:
-    """An answer of an hour, on machines that come and go, is handed over more often than a poisoned one is tried."""
-    await bus.publish(prompt(1))
-    async with bus.subscribe(QUEUE) as subscription:
-        for _ in range(DELIVERIES_MAX + 1):
-            [delivery] = await subscription.fetch(1, 1.0)
-            await delivery.nak()
-    asked: list[str] = []
-
-    async def allowed(entry: Entry) -> int:
-        asked.append(entry.id)
-        return more
-
-    stop = asyncio.Event()
-    worker = asyncio.create_task(serve(bus, QUEUE, answer, room=lambda: 1, stop=stop, name="w", more=allowed))
-    await until(settled(bus))
-    stop.set()
-    async with asyncio.timeout(20):
-        await worker
-    assert asked == [prompt(1).sample_id]
-    assert (await messages(bus, ROLLOUTS), await messages(bus, DEAD)) == ((0, 1) if more == 1 else (1, 0))
