@@ -11,7 +11,6 @@ Across streams only the broker's clock orders events. A checker alarms only if t
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from bus.table import (
     TURNS,
     WEIGHTS,
 )
+from ops.audit_memory import Drops, Group, Prefix, Trained
 from ops.findings import DEAD_LETTERS_MAX, PROMISES, REPLAYED, Check, Report, Rules
 from ops.raw_entries import fields_of, group_of, named, prefix_digest, sample_key, segments_in
 from ops.turn_checks import TurnChecks
@@ -48,42 +48,6 @@ READ_ORDER: Final = (
 )  # fmt: skip
 FLOAT_BYTES: Final = 4
 CLOCK_SLACK_S: Final = 0.25  # clocks of the servers of a cluster differ, and one server's clock can be set
-
-
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """An admitted group, as its first prompt tells it."""
-
-    admitted_s: float
-    min_version: int
-    size: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Drops:
-    """The drops of a group."""
-
-    samples: int = 0
-    last_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Trained:
-    """A sample as a batch lists it."""
-
-    step: int
-    rollout_seq: int
-    reward: float
-    scored_seq: int  # where its process rewards are, 0 without
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prefix:
-    """The newest kept prefix of a sample; `digest` is over its tokens, logprobs and segments."""
-
-    stored_s: float
-    tokens: int
-    digest: bytes
 
 
 class Auditor:
@@ -112,16 +76,16 @@ class Auditor:
         self._newest: Batch | None = None
         self._newest_ended: set[str] = set()  # what its decision dropped, and what it left alive, below
         self._newest_live: set[int] = set()
-        self._trained: dict[int, _Trained] = {}  # by sample key, as most of what follows
+        self._trained: dict[int, Trained] = {}  # by sample key, as most of what follows
         self._trained_groups: set[int] = set()
         self._key_at: dict[int, int] = {}  # rollout sequence -> sample, of trained ones not yet seen in the rollouts
         self._dropped_why: dict[int, str] = {}
         self._given_up: set[int] = set()  # of these, by a worker and not by the controller
-        self._drops: dict[int, _Drops] = {}  # by group
-        self._groups: dict[int, _Group] = {}  # in order of admission
+        self._drops: dict[int, Drops] = {}  # by group
+        self._groups: dict[int, Group] = {}  # in order of admission
         self._gated: list[int] = []
         self._prompted: set[int] = set()
-        self._prefixes: dict[str, _Prefix] = {}  # by the id of the turn or sample that each is of
+        self._prefixes: dict[str, Prefix] = {}  # by the id of the turn or sample that each is of
         self._rolled: set[int] = set()
         self._judged: set[int] = set()
         self._ages: dict[int, Counter[int]] = defaultdict(Counter)  # step -> age -> trained tokens
@@ -257,7 +221,7 @@ class Auditor:
             if key in self._trained:
                 once.fail(f"{named(key)} is trained in step {self._trained[key].step} and in step {batch.step}")
                 continue
-            self._trained[key] = _Trained(batch.step, seq, reward, scored_seq)
+            self._trained[key] = Trained(batch.step, seq, reward, scored_seq)
             self._key_at[seq] = key
         self._newest = batch
         self._newest_ended = {name for name, *_ in batch.dropped}
@@ -275,7 +239,7 @@ class Auditor:
             self._given_up.add(key)
         self._dropped_why[key] = fields["reason"]
         self._totals["dropped tokens"] += fields["tokens"]
-        drops = self._drops.setdefault(fields["group_id"], _Drops())
+        drops = self._drops.setdefault(fields["group_id"], Drops())
         drops.samples += 1
         drops.last_s = max(drops.last_s, entry.time_s)
 
@@ -292,14 +256,14 @@ class Auditor:
             return
         self._prompted.add(key)
         if sample[0] not in self._groups:
-            self._groups[sample[0]] = _Group(entry.time_s, versions[0], fields_of(entry)["group_size"])
+            self._groups[sample[0]] = Group(entry.time_s, versions[0], fields_of(entry)["group_size"])
             if entry.seq <= self._gated_seq:
                 self._gated.append(sample[0])
 
     def _partial(self, entry: Entry) -> None:
         fields, segments, tokens = self._tokens_of(entry)
         digest = prefix_digest(fields["tokens"], fields["logprobs"], segments, tokens)
-        self._prefixes[entry.key] = _Prefix(entry.time_s, tokens, digest)
+        self._prefixes[entry.key] = Prefix(entry.time_s, tokens, digest)
         self._totals["partials"] += 1
 
     def _answer(self, entry: Entry) -> None:
