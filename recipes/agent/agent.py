@@ -22,7 +22,7 @@ TOOLS = [
 ]
 
 
-def calculator(expression: Any = "", **_: Any) -> str:
+def calculator(expression: Any = "", **others: Any) -> str:
     """The product in `17*23`; models call with what they like."""
     a, _, b = str(expression).partition("*")
     return str(int(a) * int(b)) if a.strip().isdecimal() and b.strip().isdecimal() else "error"
