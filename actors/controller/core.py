@@ -121,6 +121,8 @@ class ControllerCore:
         group.answers.pop(dropped.index, None)
         group.lost.add(dropped.index)
         self._seen.lose(dropped.reason)
+        if dropped.worker and dropped.reason == "filtered":
+            self.failures.worked()  # its episode left it out by intent, before any verdict
         self.failures.lost(dropped.reason, dropped.detail)
         if dropped.reason == "stale":
             group.aged = self._news = True

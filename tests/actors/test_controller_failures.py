@@ -53,6 +53,18 @@ def test_a_large_batch_is_waited_for_longer() -> None:
     assert ended_by(Failures(1000), (1000, "error"))
 
 
+def test_what_an_episode_leaves_out_by_intent_counts_as_what_worked() -> None:
+    core = ControllerCore(ControllerConfig(batch_groups=1, group_size=2 * FAILED_MIN, max_staleness=1), steps=4)
+    core.saw_weights(0)
+    (admission, *_) = core.decide().admissions
+    for index in range(2 * FAILED_MIN):
+        reason: DropReason = "filtered" if index % 2 else "error"
+        core.saw_dropped(
+            index + 1, Dropped(group_id=admission.group_id, index=index, reason=reason, worker="episode-0")
+        )
+    core.failures.check()
+
+
 def test_each_failed_sample_counts_once_however_often_the_log_tells_of_it_and_a_batch_begins_anew() -> None:
     core = ControllerCore(ControllerConfig(batch_groups=1, group_size=FAILED_MIN, max_staleness=1), steps=4)
     core.saw_weights(0)
