@@ -15,7 +15,7 @@ class Group:
 
 
 @dataclasses.dataclass(slots=True)
-class Drops:
+class GroupDrops:
     """The drops of a group."""
 
     samples: int = 0

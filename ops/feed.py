@@ -6,51 +6,38 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from actors import clock
 from bus.port import Bus
-from bus.table import BATCHES, BEAT_EVERY_S, DROPPED, EVALUATIONS, STEPS
+from bus.table import BATCHES, BEAT_EVERY_S, DROPPED, EVALUATIONS, STEPS, Stream
 from ops.nats_server import NatsServer
 from ops.supervise import Supervisor
 from ops.view import RunView
-from schemas import Batch, Dropped, Evaluation, MalformedMessage, StepDone
+from schemas import Batch, Dropped, Evaluation, MalformedMessage, Message, StepDone
+
+T = TypeVar("T", bound=Message)
 
 
 async def feed_log(bus: Bus, view: RunView) -> None:
     """Give the view all batches, steps, drops and evaluations, for ever."""
+    await asyncio.gather(
+        _feed(bus, BATCHES, Batch, lambda batch, _: view.batch(batch)),
+        _feed(bus, STEPS, StepDone, view.step_done),
+        _feed(bus, DROPPED, Dropped, view.drop),
+        _feed(bus, EVALUATIONS, Evaluation, lambda evaluation, _: view.evaluated(evaluation)),
+    )
 
-    async def batches() -> None:
-        async for entry in bus.read(BATCHES):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, Batch):
-                    view.batch(message)
 
-    async def steps() -> None:
-        async for entry in bus.read(STEPS):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, StepDone):
-                    view.step_done(message, entry.time_s or time.time())
-
-    async def drops() -> None:
-        async for entry in bus.read(DROPPED):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, Dropped):
-                    view.drop(message, entry.time_s or time.time())
-
-    async def evaluations() -> None:
-        async for entry in bus.read(EVALUATIONS):
-            with contextlib.suppress(MalformedMessage):
-                message = entry.message()
-                if isinstance(message, Evaluation):
-                    view.evaluated(message)
-
-    await asyncio.gather(batches(), steps(), drops(), evaluations())
+async def _feed(bus: Bus, stream: Stream, kind: type[T], take: Callable[[T, float], None]) -> None:
+    """Give what a stream holds, with the Unix time of each; what does not decode is left out."""
+    async for entry in bus.read(stream):
+        with contextlib.suppress(MalformedMessage):
+            message = entry.message()
+            if isinstance(message, kind):
+                take(message, entry.time_s or time.time())
 
 
 async def feed_beats(bus: Bus, *takers: Callable[[Mapping[str, Any]], None]) -> None:

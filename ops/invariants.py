@@ -34,7 +34,7 @@ from bus.table import (
     TURNS,
     WEIGHTS,
 )
-from ops.audit_memory import Drops, Group, Prefix, Trained
+from ops.audit_memory import Group, GroupDrops, Prefix, Trained
 from ops.findings import DEAD_LETTERS_MAX, PROMISES, REPLAYED, Check, Report, Rules
 from ops.raw_entries import fields_of, group_of, named, prefix_digest, sample_key, segments_in
 from ops.turn_checks import TurnChecks
@@ -81,7 +81,7 @@ class Auditor:
         self._key_at: dict[int, int] = {}  # rollout sequence -> sample, of trained ones not yet seen in the rollouts
         self._dropped_why: dict[int, str] = {}
         self._given_up: set[int] = set()  # of these, by a worker and not by the controller
-        self._drops: dict[int, Drops] = {}  # by group
+        self._drops: dict[int, GroupDrops] = {}  # by group
         self._groups: dict[int, Group] = {}  # in order of admission
         self._gated: list[int] = []
         self._prompted: set[int] = set()
@@ -239,7 +239,7 @@ class Auditor:
             self._given_up.add(key)
         self._dropped_why[key] = fields["reason"]
         self._totals["dropped tokens"] += fields["tokens"]
-        drops = self._drops.setdefault(fields["group_id"], Drops())
+        drops = self._drops.setdefault(fields["group_id"], GroupDrops())
         drops.samples += 1
         drops.last_s = max(drops.last_s, entry.time_s)
 
