@@ -23,7 +23,11 @@ class EpisodeConfig(Config):
     at_once: int = Field(128, ge=1, le=65_536, description="episodes that one worker runs at a time")
     timeout_s: float = Field(600.0, gt=0, le=86_400, description="of one episode, waiting for the model included")
     held_up_s: float = Field(
-        10.0, gt=0, le=3600, description="a call in a function that blocks all other episodes so long is interrupted"
+        10.0,
+        gt=0,
+        le=3600,
+        description="how long a call may hold up all other episodes of its worker: then it is interrupted, and its "
+        "sample dropped",
     )
     max_turns: int = Field(16, ge=1, le=4096, description="questions to the model in one episode; then it is cut")
     max_tokens: int | None = Field(

@@ -49,7 +49,7 @@ class GivenUp(Exception):
 
 
 class Asks(Protocol):
-    """Who answers turns; `actors.episode.exchange.Exchange` is it."""
+    """Who answers turns: `actors.episode.exchange.Exchange` over the log, `actors.evaluator.episodes.EngineAnswers`."""
 
     async def ask(self, turn: Turn, on_tokens: OnTokens | None = None) -> Answered:
         """The answer to a turn; `on_tokens` is told of its tokens while they are made."""

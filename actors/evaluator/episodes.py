@@ -95,7 +95,7 @@ class EngineAnswers:
 
 
 class Episodes:
-    """How held-out problems are asked in a recipe with episodes. `max_new_tokens` and `sampling` are of one answer.
+    """How held-out problems are asked in a recipe with episodes. `sampling` is of one answer.
 
     Problem k is the sample of the seed k, at most `config.at_once` are asked at a time. An episode that comes to
     nothing has the verdict `timeout`, `invalid` if there was nothing to train of it, or `error`.

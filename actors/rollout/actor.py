@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 VERSION_WAIT_S = 60.0  # how long a prompt may wait for the version that it asks for, before it goes back
 UPDATE_RETRY_S = 1.0
-DELIVERY_TOKENS = 32  # stored of an answer that pay for one more delivery: fewer are what a worker dies of, not of age
+DELIVERY_TOKENS = 32  # stored of an answer, they pay for one more delivery: what its workers die of stores fewer
 PARTIALS_EVERY_S = 0.5
 TWICE_RETRY_S = 0.5  # before a turn that the queue holds twice is looked at again: its answer has been stored by then
 
