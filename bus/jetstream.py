@@ -96,6 +96,11 @@ class JetStreamBus:
         self._publisher = Publisher(self._connection)
         self._writer = uuid.uuid4().hex[:12]
 
+    @property
+    def server(self) -> str:
+        """Its URL without user and password. On one server no two runs have the same name."""
+        return self._connection.shown_url
+
     async def connect(self) -> None:
         """Connect. Raises `UserError` with the remedy."""
         await self._connection.connect()

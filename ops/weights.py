@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import os
 import tarfile
@@ -51,7 +52,14 @@ def reader_of(bus: Bus, recipe: Recipe, folder: Path) -> WeightReader:
         assert isinstance(message, WeightVersion)
         return message
 
-    return WeightReader(event_of, WeightStore(weights_folder(folder)), HostCache(bus.run), road_of(bus, recipe))
+    return WeightReader(event_of, WeightStore(weights_folder(folder)), _cache_of(bus), road_of(bus, recipe))
+
+
+def _cache_of(bus: Bus) -> HostCache:
+    """Runs of one name are on different servers, but may have workers on one host."""
+    if not isinstance(bus, JetStreamBus):
+        return HostCache(bus.run)
+    return HostCache(f"{bus.run}-{hashlib.sha256(bus.server.encode()).hexdigest()[:8]}")
 
 
 def kept_weights(folder: Path, versions: Mapping[int, WeightVersion]) -> WeightReader:

@@ -23,12 +23,13 @@ LOOK_S = 0.02
 class HostCache:
     """The folder of one run in this machine's folder for temporary files (`TMPDIR`), shared by a user's processes.
 
-    It goes away with the last of them; what killed ones left is removed by the next one, of any run.
+    No other run may have the same `name`: it would remove what is old by its own versions. The folder goes away
+    with the last of the processes; what killed ones left is removed by the next one, of any run.
     """
 
-    def __init__(self, run: str, root: Path | None = None) -> None:
+    def __init__(self, name: str, root: Path | None = None) -> None:
         self._root = root or Path(tempfile.gettempdir()) / f"rollstream-{os.getuid()}"
-        self.folder = self._root / run
+        self.folder = self._root / name
         self._used: int | None = None
 
     def path(self, name: str) -> Path:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bus.jetstream import JetStreamBus
 from bus.memory import MemoryBus, MemoryHub
+from bus.port import Entry
+from bus.table import Stream
 from ops.nats_server import NatsServer
 from ops.recipe import Recipe, load_recipe
 from ops.weights import INITIAL, folder_here, reader_of, road_of, writer_of
-from schemas import UserError
-from tests.bus.published_weights import weights
+from schemas import UserError, encode
+from tests.bus.published_weights import Published, weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "running_total.yaml"
 
@@ -72,3 +75,38 @@ async def test_over_the_bus_come_the_initial_model_and_the_versions(
         await bus.close()
     finally:
         await server.stop()
+
+
+class Known(JetStreamBus):
+    """A run whose versions are known without its server."""
+
+    def __init__(self, url: str, published: Published) -> None:
+        super().__init__("a-run", url)
+        self.published = published
+
+    async def get(self, stream: Stream, seqs: Sequence[int]) -> list[Entry]:
+        return [Entry(stream, seq, "", {}, encode(self.published.events[seq - 1])) for seq in seqs]
+
+
+async def test_two_runs_of_one_name_on_a_host_leave_each_other_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on two servers. What is old for the one may be what a worker of the other is about to open."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folders = [tmp_path / "one" / "a-run", tmp_path / "two" / "a-run"]
+    runs = [Published(folder) for folder in folders]
+    for published in runs:
+        published.publish(range(4))
+    young, old = (
+        reader_of(Known(f"nats://rs:secret@127.0.0.1:{4000 + place}", published), recipe(), folder)
+        for place, (published, folder) in enumerate(zip(runs, folders, strict=True))
+    )
+    path = (await young.fetch(runs[0].events[1])).path
+    for version in (2, 3):
+        made = (await old.fetch(runs[1].events[version])).path
+    assert path.read_bytes() == runs[0].contents[1]
+    other = reader_of(Known("nats://rs:other@127.0.0.1:4001", runs[1]), recipe(), folders[1])
+    assert (await other.fetch(runs[1].events[3])).path == made
+    for reader in (young, old, other):
+        reader.close()
+    assert not list(path.parents[1].iterdir())
