@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 from typing import Any, ClassVar, Literal
 
 from schemas.base import Sample, covers, register, same_length
@@ -22,6 +23,7 @@ from schemas.messages import Finish
 DIGEST_CHARS = 16
 STOPS_MAX = 64
 STOP_CHARS_MAX = 1000
+ID = re.compile(r"[^/]+/(\d+)-(\d+)-(\d+)/")
 
 
 @register
@@ -116,6 +118,13 @@ class Answer(Sample):
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest version of its tokens."""
         return oldest_and_newest(self.segments)
+
+
+def when_asked(turn: str) -> tuple[int, int, int] | None:
+    """What orders the turns of an episode as they were asked, by their ids: `when_asked("12-3/0-4-1/ab") == (0, 4, 1)`,
+    attempt, number and choice. None if that is no id of a turn."""
+    place = ID.match(turn)
+    return None if place is None else (int(place[1]), int(place[2]), int(place[3]))
 
 
 @register

@@ -65,6 +65,7 @@ def _outline(sample: TrainSample, whole: bool) -> dict[str, Any]:
         "token_rewards": None if sample.token_rewards is None else sample.token_rewards.tobytes(),
         "step_ends": None if sample.step_ends is None else sample.step_ends.astype(np.int32).tobytes(),
         "sequences": None if sample.sequences is None else sample.sequences.astype(np.int32).tobytes(),
+        "asked": None if sample.asked is None else sample.asked.astype(np.int32).tobytes(),
         "whole": [
             sample.prompt_tokens.astype(np.int32).tobytes(),
             sample.tokens.astype(np.int32).tobytes(),
@@ -99,6 +100,7 @@ def _sample(fields: dict[str, Any]) -> TrainSample:
         token_rewards=None if rewards is None else np.frombuffer(rewards, np.float32),
         step_ends=_ints(fields["step_ends"]),
         sequences=_ints(fields["sequences"]),
+        asked=_ints(fields["asked"]),
     )
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from schemas import Rollout, Scored
 from schemas.trajectory import model_tokens, turn_ends
+from schemas.turns import when_asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class TrainSample:
     token_rewards: npt.NDArray[np.float32] | None = None  # [T], beside `reward`; a step's reward at its last token
     step_ends: npt.NDArray[np.int32] | None = None  # [K], the last tokens of steps, ascending; None: of each token
     sequences: npt.NDArray[np.int32] | None = None  # [2K], pairs (prompt tokens, response tokens); None: one sequence
+    asked: npt.NDArray[np.int32] | None = None  # see `turns_asked`; None: turns were asked in the order of their tokens
 
     def __post_init__(self) -> None:
         T = len(self.tokens)
@@ -109,4 +111,23 @@ def train_sample(
         token_rewards=None if scored is None else scored.token_rewards,
         step_ends=None if scored is None or not len(scored.step_ends) else scored.step_ends,
         sequences=rollout.sequences if len(rollout.sequences) else None,
+        asked=turns_asked(rollout),
     )
+
+
+def turns_asked(rollout: Rollout) -> npt.NDArray[np.int32] | None:
+    """Pairs `(last token of a turn, its place in the order in which the turns were asked)`, int32 [2K], by token.
+
+    None if that is the order of the tokens, as it is within a sequence, or if it cannot be told: the ids of the turns
+    are not known, or two stand side by side with nothing between them, and no rewards say where one ends.
+    """
+    if not len(rollout.sequences):
+        return None
+    made = model_tokens(rollout.observations, len(rollout.tokens))
+    ends = rollout.step_ends if len(rollout.step_ends) else turn_ends(made, rollout.sequences)
+    when = [place for turn in rollout.turns if (place := when_asked(turn)) is not None]
+    if not len(when) == len(rollout.turns) == len(ends) or when == sorted(when):
+        return None
+    places = np.empty(len(when), np.int32)
+    places[sorted(range(len(when)), key=when.__getitem__)] = np.arange(len(when))
+    return np.stack([ends.astype(np.int32), places], axis=1).reshape(-1)

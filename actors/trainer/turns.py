@@ -43,14 +43,28 @@ def ends_of_turns(sample: TrainSample) -> npt.NDArray[np.int64]:
     return np.append(ends[:-1], len(sample.tokens) - 1)
 
 
+def order_of_turns(sample: TrainSample, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Places of the turns that end at `ends`, int64 [K], in the order in which they were asked.
+
+    Where an agent branches, that of its tokens is another: a sequence stands where its last turn belongs. Steps are in
+    the order of the turns that they end in, or behind.
+    """
+    if sample.asked is None:
+        return np.arange(len(ends))
+    made = np.flatnonzero(sample.made)
+    lasts, places = sample.asked.reshape(-1, 2).T
+    last_made = made[np.searchsorted(made, ends, side="right") - 1]
+    return np.argsort(places[np.searchsorted(lasts, last_made)], kind="stable")
+
+
 def turn_advantages(
     samples: Sequence[TrainSample], final: Floats, discount: float, config: TrainerConfig
 ) -> list[Floats]:
     """The advantage of each token, [T_i]: the return of its turn, normalised over the turns of the group or batch.
 
-    `final` [B] are the samples' shaped rewards, which their last turns earn beside their own; rewards of turns are
-    scaled as rewards are. `advantage.mean`, `.std` and `.leave_one_out` say what is normalised over, as they do for
-    steps (see `credit.process_rewards`). With one turn each this is the advantage of a sample.
+    `final` [B] are the samples' shaped rewards, which the turns that were asked last earn beside their own; rewards of
+    turns are scaled as rewards are. `advantage.mean`, `.std` and `.leave_one_out` say what is normalised over, as they
+    do for steps (see `credit.process_rewards`). With one turn each this is the advantage of a sample.
     """
     ends = [ends_of_turns(sample) for sample in samples]
     returns = []
@@ -59,8 +73,11 @@ def turn_advantages(
         if sample.token_rewards is not None:
             begins = np.append(0, of_turns[:-1] + 1)
             earned += config.reward_scale * np.add.reduceat(sample.token_rewards.astype(np.float64), begins)
-        earned[-1] += reward
-        returns.append(discounted_returns(earned, discount))
+        order = order_of_turns(sample, of_turns)
+        earned[order[-1]] += reward
+        of_sample = np.empty_like(earned)
+        of_sample[order] = discounted_returns(earned[order], discount)
+        returns.append(of_sample)
     counts = [len(of_turns) for of_turns in ends]
     owners = np.repeat(np.arange(len(samples)), counts)
     how = config.advantage

@@ -5,6 +5,7 @@ Held here to steps and credit spelled out, where each sequence is a forward of i
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.episode.trajectory import Said, Trajectory, rollout_of
 from actors.trainer import plan
 from actors.trainer.config import AdvantageConfig, TrainerConfig
 from actors.trainer.credit import assign
@@ -21,7 +23,7 @@ from actors.trainer.samples import train_sample
 from actors.trainer.turns import discounted_returns, ends_of_turns
 from ops.diff import Comparer
 from ops.mismatch import Mismatch
-from schemas import Rollout
+from schemas import Answer, Prompt, Rollout
 from schemas.trajectory import cuts, model_tokens
 from tests.actors import naive_step
 from tests.actors.rank_threads import on_ranks, share
@@ -274,9 +276,11 @@ def test_credit_by_turn_is_that_of_the_steps_spelled_out(seed, discount, mean, s
                 turns.append(0.0)
             turns[-1] += 0.0 if s.token_rewards is None else 2.0 * float(s.token_rewards[t])
             at.append(len(turns) - 1)
-        turns[-1] += 2.0 * (s.reward + 0.5)
+        places = list(range(len(turns))) if s.asked is None else s.asked[1::2].tolist()
+        turns[places.index(max(places))] += 2.0 * (s.reward + 0.5)
         for k in range(len(turns)):
-            flat.append(sum(discount ** (j - k) * turns[j] for j in range(k, len(turns))))
+            after = [j for j in range(len(turns)) if places[j] >= places[k]]
+            flat.append(sum(discount ** (places[j] - places[k]) * turns[j] for j in after))
             owners.append(i)
         turn_of.append(at)
     groups = [made[i].group_id for i in owners]
@@ -285,6 +289,36 @@ def test_credit_by_turn_is_that_of_the_steps_spelled_out(seed, discount, mean, s
         of_turns = [a for a, owner in zip(expected, owners, strict=True) if owner == i]
         theirs = [of_turns[k] for k, trained in zip(turn_of[i], s.loss_mask, strict=True) if trained]
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+WAY_OF_AN_AGENT = [((1,), (5, 5)), ((9,), (6,)), ((1, 5, 5, 8), (7, 7))]  # prompt and answer; the helper's is (6,)
+
+
+@pytest.mark.parametrize("rewarded", [False, True])
+@pytest.mark.parametrize("turns", [[0, 1, 2], [0, 2, 1]])
+def test_credit_by_turn_goes_by_when_an_agent_asked_and_not_by_where_its_tokens_stand(turns, rewarded):
+    """Between two turns of its conversation it asks a helper, or afterwards: all is worth what came of it in time."""
+    said = []
+    for number, k in enumerate(turns):
+        prompt_tokens, tokens = WAY_OF_AN_AGENT[k]
+        answer = Answer(
+            group_id=1, index=2, turn=f"1-2/0-{number + 9}-0/x", tokens=tokens, logprobs=[-1.0] * len(tokens),
+            segments=[(3, len(tokens))], finish="stop", text="",
+        )  # fmt: skip
+        said.append(Said(prompt_tokens, answer))
+    prompt = Prompt(group_id=1, index=2, group_size=4, prompt="?", task={}, seed=0, min_version=0)
+    earned = (0.0, 16.0, 0.0) if rewarded else ()
+    rollout = rollout_of(prompt, Trajectory(said, "", "stop", reward=8.0, turn_rewards=earned))
+    scored = SimpleNamespace(token_rewards=rollout.token_rewards, step_ends=rollout.step_ends) if rewarded else None
+    count = len(rollout.tokens)
+    s = train_sample(rollout, np.ones(count, np.bool_), np.full(count, 3), 8.0, scored)
+    none = AdvantageConfig(mean="none", std="none")
+    (ours,) = assign([s], TrainerConfig(turn_discount=0.5, advantage=none)).advantages
+    worth = [10.0, 20.0, 8.0] if rewarded else [2.0, 4.0, 8.0]
+    by_token = dict(zip(s.tokens[s.loss_mask].tolist(), ours.tolist(), strict=True))
+    assert [by_token[WAY_OF_AN_AGENT[k][1][0]] for k in turns] == worth
+    unknown = train_sample(replace(rollout, turns=["?"] * 3), np.ones(count, np.bool_), np.full(count, 3), 8.0)
+    assert unknown.asked is None
 
 
 def test_of_one_turn_each_a_discount_by_turn_changes_nothing():

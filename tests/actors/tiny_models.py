@@ -70,9 +70,9 @@ def samples(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 20) ->
 def trajectories(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 24) -> list[TrainSample]:
     """The same with several turns: what the policy was told stands between them, and some are cut up into sequences.
 
-    Rewards stand at the ends of turns, in half of the samples.
+    Rewards stand at the ends of turns, in half of the samples. Some turns were asked in another order.
     """
-    rng = np.random.default_rng(seed)
+    rng, order = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     made = []
     for s in samples(groups, size, seed, longest):
         T = len(s.tokens)
@@ -100,5 +100,9 @@ def trajectories(groups: int = 4, size: int = 4, seed: int = 0, longest: int = 2
             at_end = np.isin(np.arange(T), ends)
             earned = np.where(at_end, np.round(rng.normal(size=T)), 0).astype(np.float32)
             cut_up = replace(cut_up, token_rewards=earned, step_ends=ends)
+        if count > 1 and order.random() < 0.7:
+            lasts = cut_up.turn_ends
+            asked = np.stack([lasts, order.permutation(len(lasts))], axis=1).reshape(-1).astype(np.int32)
+            cut_up = replace(cut_up, asked=asked)
         made.append(cut_up)
     return made
