@@ -159,11 +159,6 @@ class Supervisor:
         return {name: child.restarts for name, child in self._children.items() if child.restarts}
 
     @property
-    def specs(self) -> dict[str, ProcessSpec]:
-        """What each process is started with, the next time."""
-        return {name: child.spec for name, child in self._children.items()}
-
-    @property
     def names(self) -> set[str]:
         """The processes that it has, those among them that are done, leaving, or just being started again."""
         return set(self._children)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from actors import clock
-from ops.host import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
+from ops.host import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, ProcessSpec
 from ops.recipe import Recipe
 from ops.supervise import die_with_parent
 
@@ -27,7 +27,7 @@ PROCESS = "ROLLSTREAM_TRAINER_PROCESS"  # host:pid that rank 0 beats for, so tha
 
 
 def run_job(spec: ProcessSpec, recipe: Recipe) -> int:
-    """Run all ranks to their end; returns one of the `EXIT_` codes, or 1 after a crash."""
+    """Run all ranks to their end; returns one of the `EXIT_` codes."""
     file = write_job(spec)
     for rank in range(recipe.trainer.ranks):
         rank_spec(spec, rank).error_file.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def run_job(spec: ProcessSpec, recipe: Recipe) -> int:
             return EXIT_USER_ERROR
     if status == 0:
         return EXIT_DONE
-    return EXIT_STOPPED if stopped else 1
+    return EXIT_STOPPED if stopped else EXIT_FAILED
 
 
 def rank_spec(spec: ProcessSpec, rank: int) -> ProcessSpec:

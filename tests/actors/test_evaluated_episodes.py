@@ -28,7 +28,7 @@ from bus.table import ROLLOUTS
 from bus.weights import Local
 from schemas import Prompt, Rollout, UserError, WeightVersion
 from tests.actors.episode.test_episode_worker import Digits
-from tests.actors.test_evaluator import DATA, DEADLINE_S, STEPS, FakeEngine, FakePool, Run, until, working
+from tests.actors.test_evaluator import DATA, DEADLINE_S, STEPS, FakeEngine, FakePool, Run, working
 
 ROWS = [Problem(str(k), (ord(str(k)),), {"number": k}) for k in range(4)]
 GREEDY = Sampling(8, temperature=0.0)
@@ -88,10 +88,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 async def test_a_version_is_evaluated_by_its_own_weights_only_in_all_turns(run: Run) -> None:
     actor = evaluator(run, says_it_twice, Versions())
     async with working(actor) as task:
-        for version in range(STEPS + 1):
-            await run.announce(version)
-            done = version - version % 2
-            await until(lambda done=done: done in actor.schedule.done)  # type: ignore[misc]
+        await run.announce_all(actor)
         await task
     messages = await run.evaluations()
     assert [(message.version, message.reward) for message in messages] == [(v, float(v)) for v in (0, 2, 4, 6)]
@@ -134,10 +131,7 @@ async def test_what_comes_to_nothing_is_told_is_no_zero_and_ends_nothing(run: Ru
     actor = evaluator(run, some_fail, Versions())
     with capture_logs() as logs:
         async with working(actor) as task:
-            for version in range(STEPS + 1):
-                await run.announce(version)
-                done = version - version % 2
-                await until(lambda done=done: done in actor.schedule.done)  # type: ignore[misc]
+            await run.announce_all(actor)
             await task
     messages = await run.evaluations()
     assert [message.version for message in messages] == [0, 2, 4, 6]
@@ -166,7 +160,7 @@ async def test_one_that_hangs_or_says_nothing_holds_up_no_other_and_asks_on_no_m
     assert engine.cancelled == 2
 
 
-async def test_a_failure_is_tried_again_on_the_answers_that_it_had(run: Run) -> None:
+async def test_a_failure_is_tried_again_on_the_answers_that_it_had() -> None:
     """As in training, where the log has them."""
     tries = 0
 

@@ -58,8 +58,14 @@ class FakeEngine:
         assert Path(path).read_text() == str(version)
         self.version = version
 
-    def snapshot(self) -> list[Generation]:
-        return []
+    def lengths(self) -> dict[str, int]:
+        return {}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        return None
 
     async def hand_over(self) -> None: ...
 
@@ -102,6 +108,13 @@ class Run:
         (self.folder / f"v{version}").write_text(str(version))
         event = WeightVersion(version=version, path=f"v{version}", digest="d", nbytes=1)
         await self.bus.publish_fenced([event], version)
+
+    async def announce_all(self, evaluator: Evaluator) -> None:
+        """One version after another, each once the newest that was due is evaluated."""
+        for version in range(STEPS + 1):
+            await self.announce(version)
+            due = version - version % 2
+            await until(lambda due=due: due in evaluator.schedule.done)  # type: ignore[misc]
 
     async def fetch(self, event: WeightVersion) -> Local:
         if not (self.folder / event.path).exists():
@@ -162,10 +175,7 @@ async def test_every_due_version_is_evaluated_by_its_own_weights(run: Run) -> No
     """0, 2, 4 and 6, each by itself: the reward is the version that answered."""
     evaluator = run.evaluator()
     async with working(evaluator) as task:
-        for version in range(STEPS + 1):
-            await run.announce(version)
-            done = version - version % 2
-            await until(lambda done=done: done in evaluator.schedule.done)  # type: ignore[misc]
+        await run.announce_all(evaluator)
         await task
     messages = await run.evaluations()
     assert [(message.version, message.reward) for message in messages] == [(v, float(v)) for v in (0, 2, 4, 6)]

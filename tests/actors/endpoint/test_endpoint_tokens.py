@@ -259,6 +259,18 @@ def test_text_in_pieces_is_the_text_of_the_whole(tokenizer: HfTokenizer, tokens:
     assert "".join([*pieces, reader.end()]) == tokenizer.decode(tokens)
 
 
+class Counted:
+    """Decodes, and counts the tokens that it was given."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = 0
+
+    def __call__(self, tokens: Any) -> str:
+        self.tokens += len(tokens)
+        return self._tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize(
     "text", [b"\xf0\x9f\x98" * 60, b"\x80" * 200, b"\xe2\x82" * 70 + b"\xac!", b"a" + b"\xf0\x9f" * 50 + b"\x98\x80b"]
 )
@@ -270,31 +282,19 @@ def test_an_answer_of_broken_characters_is_read_in_time_and_to_its_end(tokenizer
     ids = {letter: token for token, letter in enumerate(sorted(letters.values()))}
     tokens = [ids[letters[byte]] for byte in text]
     assert tokenizer.decode(tokens) == text.decode(errors="replace")
-    decoded = 0
-
-    def decode(some: Any) -> str:
-        nonlocal decoded
-        decoded += len(some)
-        return tokenizer.decode(some)
-
+    decode = Counted(tokenizer)
     reader = Detokeniser(decode)
     assert "".join([*map(reader.push, tokens), reader.end()]) == text.decode(errors="replace")
-    assert decoded < 40 * len(tokens)
+    assert decode.tokens < 40 * len(tokens)
 
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<|endoftext|>"])
 def test_a_run_of_marks_is_read_in_time_too(tokenizer: HfTokenizer, mark: str) -> None:
     tokens = [*tokenizer.encode("a"), *tokenizer.encode(mark) * 2000, *tokenizer.encode(" b")]
-    decoded = 0
-
-    def decode(some: Any) -> str:
-        nonlocal decoded
-        decoded += len(some)
-        return tokenizer.decode(some)
-
+    decode = Counted(tokenizer)
     reader = Detokeniser(decode)
     assert "".join([*map(reader.push, tokens), reader.end()]) == "a b"
-    assert decoded < 40 * len(tokens)
+    assert decode.tokens < 40 * len(tokens)
 
 
 PIECES = st.lists(
