@@ -162,22 +162,22 @@ def _ended(where: Where, as_json: bool) -> int:
     try:
         text = file.read_text()
         summary = Summary.from_json(text)
-        killed = (where.folder / "run.json").stat().st_mtime > file.stat().st_mtime
+        older = (where.folder / "run.json").stat().st_mtime > file.stat().st_mtime
     except (OSError, ValueError):
         raise UserError(
             f"The run {where.run} is not up, and has left no summary in {where.folder}.",
             f"Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
         ) from None
-    if killed:
+    if older:
         print(
-            f"{where.run} is not up: its newest start was killed before it could sum up; this is what the one before "
-            f"said. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
+            f"{where.run} is not up. Its newest start was killed, or ended by an error, and left no summary; this is that "
+            f"of the one before. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
             file=sys.stderr,
         )
     if as_json:
         print(text)
     else:
-        print(f"{where.run} ended like this:" if killed else f"{where.run} is not up; it ended like this:")
+        print(f"{where.run} ended like this:" if older else f"{where.run} is not up; it ended like this:")
         print_summary(summary)
     return 0
 
