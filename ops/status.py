@@ -170,8 +170,8 @@ def _ended(where: Where, as_json: bool) -> int:
         ) from None
     if older:
         print(
-            f"{where.run} is not up. Its newest start was killed, or ended by an error, and left no summary; this is that "
-            f"of the one before. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
+            f"{where.run} is not up. Its newest start was killed, or ended by an error, and left no summary; this is "
+            f"that of the one before. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
             file=sys.stderr,
         )
     if as_json:
