@@ -144,6 +144,7 @@ def main(spec: ProcessSpec, version: int) -> None:
     from ops.logging import configure
 
     configure(spec.folder / "logs" / f"{spec.name}.jsonl", run=spec.run, actor=spec.name)
+    spec.error_file.unlink(missing_ok=True)
     try:
         asyncio.run(evaluate_version(spec, version))
     except UserError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
+
 from bus.port import Bus
 from bus.reading import read_to_end
 from bus.table import EVALUATIONS, WEIGHTS
@@ -16,6 +18,8 @@ from schemas import Evaluation, UserError, WeightVersion
 
 if TYPE_CHECKING:
     from ops.launch import Where
+
+log = structlog.get_logger()
 
 
 async def read_evaluations(bus: Bus, data: str) -> dict[int, Evaluation]:
@@ -31,10 +35,8 @@ async def read_evaluations(bus: Bus, data: str) -> dict[int, Evaluation]:
 async def ensure_evaluated(recipe: Recipe, where: Where, bus: Bus, view: RunView, *versions: int) -> None:
     """Evaluate those of `versions` that the log has no evaluation of, each in a process of its own; tell all of them.
 
-    For the last version of the recipe stands the newest, if the run went further before.
-
-    Raises:
-        UserError: the evaluation found something to mend.
+    For the last version of the recipe stands the newest, if the run went further before. A version whose evaluation
+    fails, however it does, goes without one, which is told: evaluation stops nobody.
     """
     if recipe.evaluation.count == 0:
         return
@@ -46,13 +48,17 @@ async def ensure_evaluated(recipe: Recipe, where: Where, bus: Bus, view: RunView
             version = max(version, event.version)
         if version not in await read_evaluations(bus, data):
             spec = ProcessSpec((("evaluator", "evaluate"),), where.run, where.url, where.folder, recipe.to_yaml())
-            await run_once(main, (spec, version), spec, where.folder / "logs" / "evaluate.out")
+            output = where.folder / "logs" / "evaluate.out"
+            why = f"its process ended in order and wrote none. Its last words are in {output}."
+            try:
+                await run_once(main, (spec, version), spec, output)
+            except UserError as error:
+                why = f"{error.message} {error.remedy}"
         evaluation = (await read_evaluations(bus, data)).get(version)
         if evaluation is None:
-            raise UserError(
-                f"Version {version} has no evaluation in the log, although it was evaluated.",
-                f"Is somebody else writing to the run {where.run}? Continue with --resume.",
-            )
+            log.warning("evaluation_given_up", version=version, reason=why)
+            print(f"version {version} has no evaluation: {why} The run goes on without it.", flush=True)
+            continue
         if version not in view.evaluations:
             print(f"held-out reward of version {version}: {in_words(evaluation)}", flush=True)
         view.evaluated(evaluation)

@@ -285,6 +285,9 @@ class Supervisor:
             remedy = words if child.crashes >= FAILURES_MAX else killed
             self._fail(child, UserError(f"{name} {how}, {FAILURES_MAX} times in a row.", remedy))
             return
+        if child.spec.optional and self._the_needed_are_done():
+            self._fail(child, UserError(f"{name} {how} when all others were done.", "It is not started again."))
+            return
         child.spec = dataclasses.replace(child.spec, died="" if status == ORDERLY + EXIT_STOPPED else how)
         fallen = self._fallen(child, status)
         at = f" while sample {fallen.culprit} ran" if fallen is not None and fallen.culprit else ""
@@ -298,6 +301,11 @@ class Supervisor:
             raise error
         log.warning("process_given_up", process=child.spec.name, reason=error.message)
         self.note(f"{error.message} {error.remedy} The run goes on without it")
+
+    def _the_needed_are_done(self) -> bool:
+        """Whether all that the run needs is done, if there is any: from then on who dies holds up the end."""
+        needed = [child.done for child in self._children.values() if not child.spec.optional]
+        return bool(needed) and all(needed)
 
     def _fallen(self, child: _Child, status: int) -> Fallen | None:
         """What an episode worker has left behind that did not end in order."""

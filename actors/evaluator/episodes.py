@@ -17,7 +17,9 @@ from actors.episode.conversation import Tokenizer
 from actors.episode.exchange import Answered, OnTokens
 from actors.episode.played import in_words, played
 from actors.episode.policy import GivenUp, Policy
+from actors.episode.running import Running
 from actors.episode.trajectory import EmptyTrajectory, rollout_of
+from actors.episode.watchdog import Watchdog
 from actors.evaluator.held_out import Ask, Asked, Pool, Problem
 from actors.reward.actor import own_verdict
 from actors.reward.verdict import RewardRequest, Status, Verdict
@@ -121,7 +123,10 @@ class Episodes:
 
     @contextlib.asynccontextmanager
     async def asking(self, engine: Engine, pool: Pool, version: int) -> AsyncIterator[Ask]:
-        """What runs the episode of problem k with an engine that holds `version`, and has it scored."""
+        """What runs the episode of problem k with an engine that holds `version`, and has it scored.
+
+        A call that holds up all others is interrupted as in training: its verdict is `timeout`.
+        """
         answers = EngineAnswers(engine, self._sampling, self._decode, version)
 
         async def ask(k: int, problem: Problem) -> Asked:
@@ -139,7 +144,8 @@ class Episodes:
             return Asked(verdict, outcome.finish == "stop", said)
 
         async with answers.serving():
-            yield ask
+            with contextlib.closing(Running(None, 0)) as nobody, Watchdog(nobody, self._config.held_up_s, "evaluator"):
+                yield ask
 
     async def _outcome(self, answers: EngineAnswers, version: int, k: int, problem: Problem) -> Rollout | Verdict:
         """The rollout of a problem, or the verdict of an episode that made none."""

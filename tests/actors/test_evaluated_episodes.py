@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from actors.episode import watchdog
 from actors.episode.actor import EpisodeWorker
 from actors.episode.builtin import Function
 from actors.episode.config import EpisodeConfig
@@ -158,6 +160,24 @@ async def test_one_that_hangs_or_says_nothing_holds_up_no_other_and_asks_on_no_m
     assert evaluation.verdicts == {"error": 1, "timeout": 3}
     assert evaluation.reward is None
     assert engine.cancelled == 2
+
+
+async def test_one_that_blocks_all_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training: nothing else would end it, and the run waits for its first evaluation."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "NOTICED_S", 0.1)
+
+    async def blocks(prompt: Prompt, policy: Any) -> float:
+        await policy.chat().ask()
+        if prompt.task["number"] == 1:
+            forgets_to_await()
+        return 1.0
+
+    def forgets_to_await() -> None:
+        time.sleep(20)
+
+    evaluation = await held_out(blocks, held_up_s=0.3).evaluate(Versions(), FakePool(), 0)
+    assert (evaluation.reward, evaluation.verdicts) == (1.0, {"scored": 3, "timeout": 1})
 
 
 async def test_a_failure_is_tried_again_on_the_answers_that_it_had() -> None:

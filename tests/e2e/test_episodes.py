@@ -135,12 +135,13 @@ async def episode(prompt, policy):
 def test_episodes_that_end_or_block_their_worker_cost_their_own_samples_only_and_are_told(
     start: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    """The worker was started again for ever, as "was stopped", and nothing told why."""
+    """The worker was started again for ever, as "was stopped", and nothing told why. The evaluator ended the run."""
     task, steps = tmp_path / "task.py", 4
     task.write_text(HARMFUL)
     small = ("sft.steps=20", "controller.batch_groups=4", "controller.group_size=4", "controller.max_staleness=2")
-    harm = (f"episode.function={task}:episode", "episode.options={}", "episode.held_up_s=2.0", "evaluation.count=0")
-    run = start("multiturn", f"steps={steps}", *small, *harm)
+    harm = (f"episode.function={task}:episode", "episode.options={}", "episode.held_up_s=2.0")
+    held_out = ("evaluation.count=4", "evaluation.every=2")  # the fourth problem is the sample 3-0
+    run = start("multiturn", f"steps={steps}", *small, *harm, *held_out)
     assert run.ends() == 0, run.output
     assert_sound(run.folder, steps)
     output = " ".join(run.output.split())
@@ -149,4 +150,6 @@ def test_episodes_that_end_or_block_their_worker_cost_their_own_samples_only_and
     assert "sample 5-1: timeout: episode: it held up all other episodes for 2 s at" in output
     assert "1 error" in output
     assert "1 timeout" in output
+    assert "The run goes on without it" in output
+    assert f"version {steps} has no evaluation: evaluate ended with status 3." in output
     assert [event["sample"] for event in run.events("episode-0", "episode_blocks")][:1] == ["5-1"]

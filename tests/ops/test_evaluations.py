@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from bus.memory import MemoryBus, MemoryHub
 from ops import evaluations, launch
@@ -83,6 +84,32 @@ async def test_the_last_version_is_the_newest_if_a_run_went_further_before(
         await bus.publish(weights(version))
     await ensure_evaluated(recipe(), WHERE, bus, view(), STEPS)
     assert evaluated == [STEPS + 2]
+
+
+async def test_a_version_whose_evaluation_fails_goes_without_and_the_run_goes_on(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A function that ends its process ended the run with it, before the first step or after the last one."""
+
+    async def run_once(target: Any, args: tuple[ProcessSpec, int], spec: ProcessSpec, output: Path) -> None:
+        if args[1] == 0:
+            raise UserError("evaluate ended with status 3.", "Its last words are in evaluate.out.")
+        if args[1] == 2:
+            await bus.publish(evaluation(2, reward=0.25))  # 1 ends in order, and has written nothing
+
+    monkeypatch.setattr(evaluations, "run_once", run_once)
+    seen = view()
+    with capture_logs() as logs:
+        await ensure_evaluated(recipe(), WHERE, bus, seen, 0, 1, 2)
+    assert seen.evals == [(2, 0.25)]
+    ended, wrote_none, done = capsys.readouterr().out.splitlines()
+    assert ended == (
+        "version 0 has no evaluation: evaluate ended with status 3. Its last words are in evaluate.out. "
+        "The run goes on without it."
+    )
+    assert wrote_none.startswith("version 1 has no evaluation: its process ended in order and wrote none. ")
+    assert done.startswith("held-out reward of version 2")
+    assert [line["version"] for line in logs if line["event"] == "evaluation_given_up"] == [0, 1]
 
 
 async def test_nothing_is_evaluated_without_problems(bus: MemoryBus, evaluated: list[int]) -> None:

@@ -118,6 +118,29 @@ async def test_the_run_goes_on_without_an_evaluator_that_crashes_again_and_again
         await alone.watch()
 
 
+@pytest.mark.parametrize("status", [0, 3, EXIT_FAILED, EXIT_STOPPED, -signal.SIGKILL])
+async def test_an_evaluator_that_dies_when_all_others_are_done_does_not_hold_up_the_end(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that died late in each of its lives, or was killed, was started again for ever, and the run never ended."""
+    watched = await Watched().start(monkeypatch)
+    trainer = watched.spawned[-1]
+    await watched.supervisor.start(ProcessSpec((("evaluator", "evaluator-0"),), "run", "", Path("run"), ""))
+    told: list[str] = []
+    watched.supervisor.note = told.append
+    monkeypatch.setattr(supervise, "STEADY_S", 0.0)
+    for _ in range(FAILURES_MAX + 1):
+        watched.beat()
+        assert await watched.ends_with(status)
+    trainer.exitcode = EXIT_DONE
+    await asyncio.sleep(0.01)
+    assert not watched.watching.done()  # its last evaluation is waited for
+    watched.beat()
+    assert not await watched.ends_with(status)
+    await watched.watching
+    assert told[-1].endswith("when all others were done. It is not started again. The run goes on without it")
+
+
 async def test_episodes_that_end_their_worker_again_and_again_end_no_run_and_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
