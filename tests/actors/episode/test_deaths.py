@@ -181,6 +181,31 @@ async def test_a_sample_whose_worker_died_of_it_again_and_again_is_dropped_with_
     assert rollout.sample_id == "2-0"
 
 
+async def test_an_episode_may_still_clean_up_when_its_worker_has_left(bus: Bus, tmp_path: Path) -> None:
+    """It closes a connection, say: that was taken for a failure, since the record of the worker was closed already."""
+    begun, closed, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def episode(prompt: Prompt, policy: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            closed.set()
+
+    deaths = Deaths(bus, "function task.py:episode", 128, tmp_path / "record")
+    worker = EpisodeWorker(bus, EpisodeConfig(), Function(episode, {}), Digits(), 8, "episode-0", deaths)
+    await bus.publish(PROMPT)
+    with capture_logs() as logs:
+        working = asyncio.create_task(worker.run(stop))
+        await asyncio.wait_for(begun.wait(), 30)
+        stop.set()
+        await asyncio.wait_for(working, 30)
+        assert left_by(tmp_path / "record") is None
+        await asyncio.wait_for(closed.wait(), 5)
+    assert "episode_failed" not in [line["event"] for line in logs]
+
+
 async def test_a_worker_that_was_stopped_in_order_blames_nobody(bus: Bus, tmp_path: Path) -> None:
     fallen(tmp_path / "record", 1, at=1)
     await lived(bus, tmp_path / "record", died="")
