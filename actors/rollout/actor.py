@@ -287,13 +287,13 @@ class RolloutWorker:
         """Publish the prefixes of running samples that grew by `partial_every` tokens, against kill -9."""
         while True:
             await asyncio.sleep(PARTIALS_EVERY_S)
-            running = self.engine.snapshot()
-            names = {generation.sample_id for generation in running}  # of others, however they ended, nothing is kept
-            self._saved = {name: tokens for name, tokens in self._saved.items() if name in names}
-            for generation in running:
-                saved = self._saved.get(generation.sample_id, 0)
-                if len(generation.tokens) - saved >= self.config.partial_every:
-                    self._saved[generation.sample_id] = len(generation.tokens)
+            lengths = self.engine.lengths()  # of what is not running, however it ended, nothing is kept
+            self._saved = {name: tokens for name, tokens in self._saved.items() if name in lengths}
+            for name, length in lengths.items():
+                if length - self._saved.get(name, 0) < self.config.partial_every:
+                    continue
+                if (generation := self.engine.snapshot(name)) is not None:
+                    self._saved[name] = len(generation.tokens)
                     await self.bus.publish(partial_of(generation, self.name))
 
     def _read_gauges(self) -> dict[str, Any]:

@@ -150,12 +150,14 @@ class Guard:
         """Look at what runs, for ever. Raises `UserError` if the predicate fails."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for generation in self._engine.snapshot():
-                running = self._running.get(generation.sample_id)
-                if running is None or len(generation.tokens) - running.checked < self._early.config.every:
+            for name, length in self._engine.lengths().items():
+                running = self._running.get(name)
+                if running is None or length - running.checked < self._early.config.every:
+                    continue
+                if (generation := self._engine.snapshot(name)) is None:
                     continue
                 cut = await asyncio.to_thread(self._early.cut, generation.tokens, running.checked, running.most)
-                if running.given_up.done() or self._running.get(generation.sample_id) is not running:
+                if running.given_up.done() or self._running.get(name) is not running:
                     continue
                 running.checked = len(generation.tokens)
                 if cut is not None:

@@ -9,6 +9,7 @@ One sample's way through an engine, with an update and a hand-over on it:
       -> Generation(..., segments=((4, 3), (5, 2), (6, 40)), finish="stop")
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -168,8 +169,19 @@ class Engine(Protocol):
         """
         ...
 
-    def snapshot(self) -> list[Generation]:
-        """The running sequences as they are now, `finish=None`. Callable from any thread."""
+    def lengths(self) -> dict[str, int]:
+        """How many tokens each running sequence has, by sample id. Callable from any thread, as are the next two."""
+        ...
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Of each of these samples that is running, the tokens from a place on."""
+        ...
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        """A running sequence as it is now, `finish=None`; None if it is not running (any more).
+
+        All of it is copied, 30,000 tokens in a millisecond: ask for one after another, and let the loop run between.
+        """
         ...
 
     async def failed(self) -> None:

@@ -4,6 +4,7 @@ Rows [0:count] are the running ones; a row that leaves is overwritten by the las
 does no Python work per row; Python runs when a row enters or leaves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,6 +84,21 @@ class Rows:
         state = self._state[: self.count]
         return state["temperature"], state["top_k"], state["top_p"]
 
+    def answer_lengths(self) -> dict[str, int]:
+        """As `answered`, by sample id."""
+        samples = zip(self._samples, self.answered.tolist(), strict=True)
+        return {sample.request.sample_id: answered for sample, answered in samples}
+
+    def answer_tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Of each of these samples that is here, the tokens generated from a place on."""
+        found: dict[str, tuple[int, ...]] = {}
+        for row, sample in enumerate(self._samples):
+            start = starts.get(sample.request.sample_id)
+            if start is not None:
+                begin = int(self._state["prompt"][row]) + start
+                found[sample.request.sample_id] = tuple(self._ids[row, begin : self._state["length"][row]].tolist())
+        return found
+
     def tokens_of(self, row: int) -> I64:
         """Prompt and answer so far of one row (a view)."""
         return self._ids[row, : self._state["length"][row]]
@@ -141,6 +157,11 @@ class Rows:
         """The row that holds a ticket now."""
         rows = np.flatnonzero(self._state["ticket"][: self.count] == ticket)
         return int(rows[0]) if len(rows) else None
+
+    def find_sample(self, sample_id: str) -> int | None:
+        """The row that holds a sample now; the newer one if it was given twice."""
+        rows = (row for row in reversed(range(self.count)) if self._samples[row].request.sample_id == sample_id)
+        return next(rows, None)
 
     def leave(self, leaving_N: NDArray[np.bool_]) -> Moves:
         """Take rows out, bool [count]; the last ones that stay fill the gaps."""

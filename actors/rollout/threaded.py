@@ -5,15 +5,15 @@
     their futures ◀── _deliver, once a turn ── outbox ◀──  results of that turn
 
 The loop never waits for a forward pass, the thread sleeps when nothing runs, and each side crosses over once a turn
-however many samples are concerned. Everything that touches the decoder runs in the thread, but for `check` and
-`snapshot`, which are made for it.
+however many samples are concerned. Everything that touches the decoder runs in the thread, but for what is made for it:
+`check`, `lengths`, `tokens` and `snapshot`.
 """
 
 import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,8 @@ class _Result:
 
 
 class ThreadedEngine:
-    """`engine.Engine` over a `Decoder`. All methods but `snapshot` belong to the loop that awaited `start`.
+    """`engine.Engine` over a `Decoder`. All methods belong to the loop that awaited `start`, but for `lengths`,
+    `tokens` and `snapshot`.
 
     With on_update "drain", waiting requests stay out of the batch from when the weights are read until they are held.
     An exception in the thread is raised by every pending call and by all later ones, as it is.
@@ -129,9 +130,17 @@ class ThreadedEngine:
             self._post(loop, partial(self._updates.append, update))
         await update.future
 
-    def snapshot(self) -> list[Generation]:
+    def lengths(self) -> dict[str, int]:
         """See `Engine`."""
-        return self._decoder.snapshot()
+        return self._decoder.lengths()
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """See `Engine`."""
+        return self._decoder.tokens(starts)
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        """See `Engine`."""
+        return self._decoder.snapshot(sample_id)
 
     async def failed(self) -> None:
         """See `Engine`."""

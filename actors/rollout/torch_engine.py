@@ -24,7 +24,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -175,10 +175,21 @@ class Decoder:
             self._leave(np.ones(self._rows.count, dtype=np.bool_))
         return everything
 
-    def snapshot(self) -> list[Generation]:
-        """The running sequences, unfinished. From any thread; waits for no forward pass."""
+    def lengths(self) -> dict[str, int]:
+        """See `Engine`. From any thread, as are the next two; none of them waits for a forward pass."""
         with self._lock:
-            return [self._rows.generation(row, self.version, finished=False) for row in range(self._rows.count)]
+            return self._rows.answer_lengths()
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """See `Engine`."""
+        with self._lock:
+            return self._rows.answer_tokens(starts)
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        """See `Engine`."""
+        with self._lock:
+            row = self._rows.find_sample(sample_id)
+            return None if row is None else self._rows.generation(row, self.version, finished=False)
 
     def load(self, version: int, path: str | Path, base: str | Path | None = None) -> None:
         """Hold the weights at `path` as `version`: `take` what was `read`."""

@@ -50,6 +50,11 @@ class _Running:
     told: int = 0
     looked: int = 0
 
+    @property
+    def looks_from(self) -> int:
+        """Where a string that ends it may begin that was not seen yet."""
+        return max(0, self.looked - max(map(len, self.turn.stop)) - MARGIN_TOKENS)
+
 
 class TurnWatch:
     """`watch` must run beside whoever generates. Without a `bus` nobody listens."""
@@ -93,26 +98,35 @@ class TurnWatch:
                 self._begun.clear()
                 await self._begun.wait()
             await asyncio.sleep(LOOK_EVERY_S)
-            for generation in self._engine.snapshot():
-                if (running := self._running.get(generation.sample_id)) is not None:
-                    await self._look(running, generation)
+            lengths = self._engine.lengths()
+            for name, running in list(self._running.items()):
+                if running.turn.listener and lengths.get(name, 0) > running.told:
+                    await self._tell(running)
+            stoppable = [running for running in self._running.values() if running.turn.stop]
+            starts = {running.turn.id: running.looks_from for running in stoppable}
+            for name, tokens in self._engine.tokens(starts).items():
+                self._look(self._running[name], starts[name], tokens)
 
-    async def _look(self, running: _Running, generation: Generation) -> None:
-        turn, count = running.turn, len(generation.tokens)
-        if turn.listener and self._bus is not None and count > running.told:
-            # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it.
-            await self._bus.publish(partial_of(generation, self._name))
-            told = {
-                "turn": turn.id,
-                "start": running.told,
-                "tokens": np.array(generation.tokens[running.told :], "<i4").tobytes(),
-                "logprobs": np.array(generation.logprobs[running.told :], "<f4").tobytes(),
-            }
-            await self._bus.tell(turn.listener, told)
-            running.told = count
-        if turn.stop and count > running.looked and not running.stopped.done():
-            span = max(map(len, turn.stop)) + MARGIN_TOKENS
-            text = self._decode(generation.tokens[max(0, running.looked - span) :])
-            running.looked = count
-            if any(string in text for string in turn.stop):
-                running.stopped.set_result(generation)
+    async def _tell(self, running: _Running) -> None:
+        turn = running.turn
+        if self._bus is None or (generation := self._engine.snapshot(turn.id)) is None:
+            return
+        # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it.
+        await self._bus.publish(partial_of(generation, self._name))
+        told = {
+            "turn": turn.id,
+            "start": running.told,
+            "tokens": np.array(generation.tokens[running.told :], "<i4").tobytes(),
+            "logprobs": np.array(generation.logprobs[running.told :], "<f4").tobytes(),
+        }
+        await self._bus.tell(turn.listener, told)
+        running.told = len(generation.tokens)
+
+    def _look(self, running: _Running, start: int, tokens: Sequence[int]) -> None:
+        turn, count = running.turn, start + len(tokens)
+        if count <= running.looked or running.stopped.done():
+            return
+        running.looked = count
+        text = self._decode(tokens)
+        if any(string in text for string in turn.stop) and (generation := self._engine.snapshot(turn.id)) is not None:
+            running.stopped.set_result(generation)

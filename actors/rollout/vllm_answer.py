@@ -35,7 +35,10 @@ def joined(*parts: Iterable[tuple[int, int]]) -> Segments:
 
 
 class Answer:
-    """Tokens, logprobs and versions of one sample. The loop writes; `generation(None)` may be asked from any thread."""
+    """Tokens, logprobs and versions of one sample.
+
+    The loop writes; any thread may read, by `length`, `tokens_from` and `generation(None)`.
+    """
 
     def __init__(self, request: Request, version: int) -> None:
         self.request = request
@@ -49,9 +52,18 @@ class Answer:
         self._spans: Segments | None = None  # as the engine has stamped them, once it is finished
 
     @property
+    def length(self) -> int:
+        """Tokens of the answer."""
+        return len(self.prefix.tokens) + len(self._tokens)
+
+    @property
     def known_tokens(self) -> int:
         """Of prompt and answer."""
-        return len(self.request.prompt_tokens) + len(self.prefix.tokens) + len(self._tokens)
+        return len(self.request.prompt_tokens) + self.length
+
+    def tokens_from(self, start: int) -> tuple[int, ...]:
+        """Those of the answer from a place on."""
+        return self.prefix.tokens[start:] + tuple(self._tokens[max(0, start - len(self.prefix.tokens)) :])
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Any]) -> None:
         """New tokens and, for each, vLLM's `{token: Logprob}`. Raises `NonFiniteLogitsError`."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ ABORT_S = 10.0
 class VllmEngine:
     """`engine.Engine` over vLLM's `AsyncLLM`, for the model folder `model`, whose weights count as `version`.
 
-    All methods but `snapshot` belong to the loop that awaited `start`. A sample resumed from a prefix goes on with
-    another random stream, see `vllm_answer.seed_of`; within one `generate` a stream survives updates.
+    All methods belong to the loop that awaited `start`, but for `lengths`, `tokens` and `snapshot`. A sample resumed
+    from a prefix goes on with another random stream, see `vllm_answer.seed_of`; within one `generate` a stream survives
+    updates.
 
     When vLLM's core dies, every pending `generate` resolves as at a hand-over, and `failed` raises `EngineDiedError`.
     """
@@ -310,9 +311,21 @@ class VllmEngine:
                 answer.anew = True
             await self._llm.abort(list(waiting))
 
-    def snapshot(self) -> list[Generation]:
+    def lengths(self) -> dict[str, int]:
         """See `Engine`."""
-        return [answer.generation(None) for answer in list(self._answers.values())]
+        return {answer.request.sample_id: answer.length for answer in list(self._answers.values())}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """See `Engine`."""
+        named = ((answer.request.sample_id, answer) for answer in list(self._answers.values()))
+        return {name: answer.tokens_from(starts[name]) for name, answer in named if name in starts}
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        """See `Engine`."""
+        for answer in reversed(list(self._answers.values())):
+            if answer.request.sample_id == sample_id:
+                return answer.generation(None)
+        return None
 
     async def hand_over(self) -> None:
         """See `Engine`."""

@@ -363,9 +363,18 @@ class FakeEngine:
         self._wake.set()
         await future
 
-    def snapshot(self) -> list[Generation]:
+    def lengths(self) -> dict[str, int]:
+        """See `Engine.lengths`."""
+        return {row.request.sample_id: len(row.tokens) for row in self._running}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """See `Engine.tokens`."""
+        named = ((row.request.sample_id, row.tokens) for row in self._running)
+        return {name: tuple(tokens[starts[name] :]) for name, tokens in named if name in starts}
+
+    def snapshot(self, sample_id: str) -> Generation | None:
         """See `Engine.snapshot`."""
-        return [row.generation(None) for row in self._running]
+        return next((row.generation(None) for row in self._running if row.request.sample_id == sample_id), None)
 
     async def failed(self) -> None:
         """See `Engine.failed`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,8 +157,14 @@ class SlowEngine:
             request.sample_id, request.prompt_tokens, tuple(tokens), (-1.0,) * len(tokens), segments, finish
         )
 
-    def snapshot(self) -> list[Generation]:
-        return list(self.running.values())
+    def lengths(self) -> dict[str, int]:
+        return {name: len(generation.tokens) for name, generation in self.running.items()}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {name: self.running[name].tokens[start:] for name, start in starts.items() if name in self.running}
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        return self.running.get(sample_id)
 
     async def hand_over(self) -> None:
         pass

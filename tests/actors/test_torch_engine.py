@@ -139,7 +139,22 @@ def test_a_finished_row_leaves_the_batch_at_once():
     steps(engine, 1)
     assert [ticket for ticket, _ in engine.step()] == [short]
     assert engine.running == 2
-    assert {generation.sample_id for generation in engine.snapshot()} == {"a", "b"}
+    assert engine.lengths() == {"a": 2, "b": 2}
+
+
+def test_a_running_sample_can_be_looked_at_in_part_as_on_the_whole():
+    """Who looks twenty times a second asks for what is new; a resumed one counts from the begin of its answer."""
+    engine = decoder()
+    kept = Generation("kept", (5, 6, 7, 8), (9, 9, 9), (-1.0,) * 3, ((0, 3),), None)
+    engine.add([request("a", new=9), Request("kept", kept.prompt_tokens, Sampling(9), 1, kept)])
+    steps(engine, 2)
+    whole = {name: engine.snapshot(name).tokens for name in engine.lengths()}
+    assert {name: len(tokens) for name, tokens in whole.items()} == engine.lengths() == {"a": 2, "kept": 5}
+    for start in range(7):
+        asked = {"kept": start, "a": start, "gone": 0}
+        assert engine.tokens(asked) == {name: tokens[start:] for name, tokens in whole.items()}
+    assert engine.tokens({"a": 0}) == {"a": whole["a"]}
+    assert engine.snapshot("gone") is None
 
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,21 @@ class Engine:
     """Makes a token each time somebody looks."""
 
     def __init__(self) -> None:
-        self.tokens = [0]
+        self.made = [0]
 
-    def snapshot(self) -> list[Generation]:
-        self.tokens.append((self.tokens[-1] + 1) % 4)
-        count = len(self.tokens)
-        logprobs = tuple(-token / 4 for token in self.tokens)
-        return [Generation(TURN.id, (7,), tuple(self.tokens), logprobs, ((3, count),), None)]
+    def _grown(self) -> tuple[int, ...]:
+        self.made.append((self.made[-1] + 1) % 4)
+        return tuple(self.made)
+
+    def lengths(self) -> dict[str, int]:
+        return {TURN.id: len(self._grown())}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {TURN.id: self._grown()[starts[TURN.id] :]}
+
+    def snapshot(self, sample_id: str) -> Generation:
+        made = self._grown()
+        return Generation(sample_id, (7,), made, tuple(-token / 4 for token in made), ((3, len(made)),), None)
 
 
 async def test_a_listener_is_told_of_nothing_that_does_not_stand_on_the_log() -> None:

@@ -122,6 +122,14 @@ def test_tokens_are_told_apart_by_the_cores_stamps_and_else_by_their_arrival() -
     assert done.logprobs == (-0.1, -0.2, -0.3, -1.0, -1.0, -2.0)
 
 
+def test_an_answer_can_be_looked_at_in_part_as_on_the_whole() -> None:
+    answer = Answer(request(PREFIX), version=2)
+    answer.take([10, 11], logprobs(-1.0, -2.0))
+    whole = answer.generation(None).tokens
+    assert answer.length == len(whole) == 5
+    assert [answer.tokens_from(start) for start in range(7)] == [whole[start:] for start in range(7)]
+
+
 def test_an_update_before_the_first_token_leaves_no_empty_segment() -> None:
     answer = Answer(request(), version=2)
     answer.updated(3)

@@ -124,8 +124,14 @@ class TwinEngine:
                 done.set_result(None)
         self._schedule()
 
-    def snapshot(self) -> list[Generation]:
-        return []
+    def lengths(self) -> dict[str, int]:
+        return {}
+
+    def tokens(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def snapshot(self, sample_id: str) -> Generation | None:
+        return None
 
     async def failed(self) -> None:
         await asyncio.Event().wait()

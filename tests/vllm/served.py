@@ -98,7 +98,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def grown(engine: VllmEngine, tokens: int, count: int = 1) -> Callable[[], bool]:
-    return lambda: sum(len(generation.tokens) >= tokens for generation in engine.snapshot()) >= count
+    return lambda: sum(length >= tokens for length in engine.lengths().values()) >= count
 
 
 def runs(generation: Generation) -> list[tuple[int, int]]:

@@ -109,7 +109,7 @@ async def test_updates_interrupt_running_samples_between_tokens(served: Served, 
         tasks = launch(engine, batch(8, new=300))
         for version in (1, 2):
             await until(grown(engine, version * 40))
-            before = {generation.sample_id: generation for generation in engine.snapshot()}
+            before = {name: engine.snapshot(name) for name in engine.lengths()}
             await engine.update(version, served.weights(version))
             assert engine.version == version
         done = await asyncio.gather(*tasks)
@@ -144,7 +144,7 @@ async def test_a_hand_over_keeps_all_tokens_and_another_engine_goes_on_from_them
     async with served.engine() as engine:
         tasks = launch(engine, batch(12, new=100))
         await until(grown(engine, 30))
-        seen = {generation.sample_id: generation for generation in engine.snapshot()}
+        seen = {name: engine.snapshot(name) for name in engine.lengths()}
         await engine.hand_over()
         handed = await asyncio.gather(*tasks)
         assert await engine.generate(request("late")) == Generation("late", (5, 6, 7, 8), (), (), (), None)
