@@ -133,6 +133,7 @@ class AgentEpisode:
         except AgentFailed:
             if not session.bound:
                 raise
+            session.cut = True
             log.info("agent_cut", sample=session.sample_id, reason=session.bound)
         finally:
             for task_ in (working, ending):
@@ -174,7 +175,7 @@ def trajectory_of(prompt: Prompt, session: Session) -> Trajectory:
     return Trajectory(
         turns=[Said(node.prompt_tokens, node.answer) for node in heard],
         text=last.text if last is not None else "",
-        finish="length" if last is None or session.bound else last.finish,
+        finish="length" if last is None or session.cut else last.finish,
         messages=[kept(message) for message in messages],
         reward=0.0 if session.reward is None and rewarded else session.reward,
         turn_rewards=[node.reward or 0.0 for node in heard] if rewarded else (),

@@ -180,6 +180,8 @@ class Session:
         self._notes = notes
         self.reward: float | None = None
         self.bound = ""  # which it has come to
+        self.cut = False  # by a bound, and nothing that was asked since was answered
+        self._bound_at = -1  # the question that was the newest then
         self.dropped = ""  # why it shall not be trained
         self.ended = asyncio.Event()
         self.taken = False
@@ -309,10 +311,12 @@ class Session:
                 context=context,
             )
         except Bound as bound:
-            self.bound = str(bound)
+            self.bound, self.cut, self._bound_at = str(bound), True, self._exchanges[-1].number
             raise bad(f"The session has come to a bound: {bound}.", code="context_length_exceeded") from None
         except MalformedMessage as error:
             raise bad(f"The request cannot be kept on the log: {error.reason}.") from None
+        if exchange.number > self._bound_at:  # asked since, and answered: the agent has made room
+            self.cut = False
         return [self._node(exchange, choice, answer) for choice, answer in enumerate(answers)]
 
     def _node(self, exchange: Exchange, choice: int, answer: Answer) -> Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -18,6 +20,7 @@ from actors.episode.endpoint.detokenise import Detokeniser, StopCut
 from actors.episode.endpoint.episode import trajectory_of
 from actors.episode.endpoint.session import Recorded, Session
 from actors.episode.endpoint.tool_calls import Call, Text, ToolCallParser, parse
+from actors.episode.policy import Bound
 from actors.episode.trajectory import rollout_of
 from ops.text import HfTokenizer
 from schemas import Note, Prompt, Rollout
@@ -185,6 +188,30 @@ async def test_an_answer_that_nobody_got_is_not_trained(endpoint: Endpoint) -> N
         await endpoint.client(session, timeout=0.1).chat.completions.create(model="m", messages=[user("a")])
     await endpoint.client(session).chat.completions.create(model="m", messages=[user("b")])
     assert len(trajectory_of(PROMPT, session).turns) == 1
+
+
+async def test_an_agent_that_makes_room_when_it_is_refused_and_goes_on_is_not_cut(endpoint: Endpoint) -> None:
+    def say(prompt: str, choice: int) -> str:
+        if "long" in prompt:
+            raise Bound("the prompt leaves the model no room")
+        return "ab"
+
+    session = await endpoint.open(say, pause_s=0.02)
+    client = endpoint.client(session)
+    ends = []
+    for text in ("a", "long", "short", "long"):
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=[user(text)])
+        ends.append((trajectory_of(PROMPT, session).finish, bool(session.bound)))
+    assert ends == [("stop", False), ("length", True), ("stop", True), ("length", True)]
+    asked_before = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("beside")]))
+    policy: Any = session.policy
+    while len(policy.asked) < 5:
+        await asyncio.sleep(0.001)
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(model="m", messages=[user("long")])
+    await asked_before
+    assert trajectory_of(PROMPT, session).finish == "length"
 
 
 async def test_rewards_stand_at_the_ends_of_their_turns_and_beside_that_of_the_session(endpoint: Endpoint) -> None:
