@@ -83,7 +83,7 @@ class JudgeClient:
                 why = self._without_key(str(error))
                 wait_s = max(error.after_s, self._options.backoff_s * 2**attempt)
                 if error.after_s:
-                    self._throttle.hold(error.after_s)
+                    self._throttle.hold(min(error.after_s, until_s - time.monotonic()))
                 if attempt == self._options.retries or time.monotonic() + wait_s >= until_s:
                     break
                 time.sleep(wait_s)

@@ -53,21 +53,19 @@ class Throttle:
 
     def start(self, until_s: float) -> None:
         """Wait for the next time at which a call may start. Raises `NoRoom` if that is after `until_s`."""
-        if not self._gap_s:
-            return
         with self._clock():
             now = time.monotonic()
             start = max(now, self._next())
             if start > until_s:
                 raise NoRoom(f"the rate limit leaves no room for {start - now:.1f} s")
-            os.pwrite(self._shared, _NEXT.pack(start + self._gap_s), _CLOCK_AT)
+            if self._gap_s:
+                os.pwrite(self._shared, _NEXT.pack(start + self._gap_s), _CLOCK_AT)
         time.sleep(max(0.0, start - now))
 
     def hold(self, seconds: float) -> None:
         """Let nobody start for so long: the server asked for it."""
-        if self._gap_s:
-            with self._clock():
-                os.pwrite(self._shared, _NEXT.pack(max(self._next(), time.monotonic() + seconds)), _CLOCK_AT)
+        with self._clock():
+            os.pwrite(self._shared, _NEXT.pack(max(self._next(), time.monotonic() + seconds)), _CLOCK_AT)
 
     def _take(self, until_s: float) -> int:
         assert self._places is not None

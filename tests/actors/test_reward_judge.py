@@ -1,6 +1,7 @@
 """The judge against a real server that misbehaves: what is no score is never a 0, and nothing takes for ever."""
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from actors.reward.config import RewardConfig
 from actors.reward.judge_client import JudgeFailed
 from actors.reward.pool import RewardPool
+from actors.reward.throttle import open_shared
 from actors.reward.verdict import RewardRequest, Verdict
 from actors.reward.verifiers import RewardFunction, Setting, load_builtin
 from schemas import UserError
@@ -168,6 +170,24 @@ async def test_processes_of_a_worker_share_the_limits(tmp_path: Path) -> None:
     assert 1 <= server.most_running <= 2
     # four times the rate would take a quarter of the time; the first call also connects
     assert max(server.times) - min(server.times) >= 15 * 0.05 / 2
+
+
+def test_what_a_server_asks_of_one_process_all_of_the_worker_keep_to_but_no_longer_than_that_one_had_left() -> None:
+    """Siblings went on asking a server that had asked for a pause; one that asks for a day must not get it."""
+    shared = open_shared()
+    options = {"model": "m", "backoff_s": 0.01}
+    with serving(refuses(429, "80000"), says("5")) as server:
+        one, another, hasty = (
+            load_builtin("judge", {"url": server.url, **options}, Setting(timeout_s=timeout_s, shared=shared))
+            for timeout_s in (2.0, 20.0, 0.2)
+        )
+        with pytest.raises(JudgeFailed, match="the last: HTTP 429"):
+            asked(one)
+        with pytest.raises(JudgeFailed, match="leaves no room"):
+            asked(hasty)
+        assert (asked(another)["reward"], len(server.times)) == (0.5, 2)
+    os.close(shared)
+    assert 0.5 < server.times[1] - server.times[0] < 5
 
 
 async def test_replies_are_kept_in_a_file_for_other_processes_and_runs(tmp_path: Path) -> None:
