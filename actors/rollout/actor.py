@@ -24,7 +24,7 @@ from actors.rollout.turn_watch import Outcome, TurnWatch
 from actors.rollout.turns import Made, name_of, partial_of, prefix_of, refusal_of, result_of, sampling_of, text_of
 from bus.port import Bus, Delivery, Entry
 from bus.shell import HandBack, Rejected, Retry, serve
-from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS
+from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS, Consumer
 from bus.weights import Local
 from bus.weights import WeightsError as CannotBeHad
 from schemas import Message, Partial, Prompt, Turn, WeightVersion
@@ -117,17 +117,7 @@ class RolloutWorker:
                 helpers.append(asyncio.create_task(self._ended.follow(), name=f"{self.name} follows drops"))
                 helpers.append(asyncio.create_task(self._watch.watch(), name=f"{self.name} watches turns"))
             consumer = TURN_WORKERS if self._ended is not None else ROLLOUT_WORKERS
-            serving = asyncio.create_task(
-                serve(
-                    self.bus,
-                    consumer,
-                    self._handle,
-                    room=lambda: places if self._has_weights else 0,
-                    stop=stop,
-                    name=self.name,
-                    more=self._deliveries_on_the_way,
-                )
-            )
+            serving = asyncio.create_task(self._serve(consumer, places, stop))
             stopping = asyncio.create_task(stop.wait())
             failing = asyncio.create_task(self.engine.failed(), name=f"{self.name} watches its engine")
             try:
@@ -150,9 +140,15 @@ class RolloutWorker:
                 await self.engine.close()
                 self.weights.close()
 
+    async def _serve(self, consumer: Consumer, places: int, stop: asyncio.Event) -> None:
+        """Whoever joins takes prompts once it has weights: until then, others can begin on them."""
+        async with self._updated:
+            await self._updated.wait_for(lambda: self._has_weights or stop.is_set())
+        more = self._deliveries_on_the_way
+        await serve(self.bus, consumer, self._handle, room=lambda: places, stop=stop, name=self.name, more=more)
+
     @property
     def _has_weights(self) -> bool:
-        """Whoever joins takes prompts only then: until it has its first weights, others can begin on them."""
         return self.engine.version >= 0
 
     async def _handle(self, message: Message, delivery: Delivery) -> Sequence[Message] | HandBack:

@@ -332,6 +332,18 @@ async def test_the_tokens_of_an_answer_on_its_way_pay_for_more_deliveries(bus: M
     assert await worker._deliveries_on_the_way(entry) == 100
 
 
+async def test_a_worker_leaves_that_has_no_weights_yet(bus: MemoryBus) -> None:
+    engine = SlowEngine({})
+    engine.version = -1
+    stop = asyncio.Event()
+    worker = RolloutWorker(bus, RolloutConfig(), engine, FakeTokenizer(), (), NoWeights(), "late")
+    running = asyncio.create_task(worker.run(stop))
+    await asyncio.sleep(0.05)
+    stop.set()
+    async with asyncio.timeout(5):
+        await running
+
+
 async def test_a_worker_that_joins_takes_no_prompt_before_it_has_weights(bus: MemoryBus) -> None:
     """Large ones take minutes. What it took, those that have theirs could have begun."""
 
