@@ -29,6 +29,8 @@ from ops.commands.options import (
     BenchDir,
     LogTarget,
     NatsUrl,
+    NoDir,
+    NoDirNorRun,
     Overrides,
     RecipePath,
     ReportFile,
@@ -118,6 +120,7 @@ def up(
         int | None,
         typer.Option("--ranks", min=1, max=4096, help="Processes of the trainer; trainer.ranks if left out."),
     ] = None,
+    _: NoDir = None,
 ) -> None:
     """Add actors to a run, from any machine that reaches its NATS server. Ctrl-C takes them away again.
 
@@ -145,7 +148,13 @@ app.add_typer(reward, name="reward")
 
 
 @app.command()
-def status(target: RunTarget = None, as_json: AsJson = False, nats: NatsUrl = None, run_name: RunName = None) -> None:
+def status(
+    target: RunTarget = None,
+    as_json: AsJson = False,
+    nats: NatsUrl = None,
+    run_name: RunName = None,
+    _: NoDirNorRun = None,
+) -> None:
     """Tell how a run stands: steps, streams, queues, and every actor that is up.
 
     ```

@@ -185,6 +185,8 @@ async def _join(role: Role, where: Where, bus: Bus, recipe_yaml: str, count: int
     ]
     try:
         with interrupts.caught():
+            logs = where.folder / "logs"
+            print(f"starting {count} {role} actor(s) of {where.run}, with logs in {logs}", flush=True)
             for i in range(count):
                 spec = ProcessSpec(((role, f"{role}-{tag}-{i}"),), where.run, where.url, where.folder, recipe_yaml)
                 await supervisor.start(spec)

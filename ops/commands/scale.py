@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.options import NatsUrl, RunName, finish
+from ops.commands.options import NatsUrl, NoDirNorRun, RunName, finish
 
 
 def scale(
@@ -15,6 +15,7 @@ def scale(
     ],
     nats: NatsUrl = None,
     run_name: RunName = None,
+    _: NoDirNorRun = None,
 ) -> None:
     """Change the number of rollout, reward or episode workers on the machine where `run` goes on. Others join by `up`.
 

@@ -108,6 +108,9 @@ def test_every_command_is_listed_here() -> None:
         (["up", "rollout", "--nats", "nats://127.0.0.1:1"], "--nats and --run-name belong together."),
         (["up", "rollout"], "There is no run"),
         (["eval", "x", "--recipe", "nowhere.yaml"], "There is no recipe nowhere.yaml."),
+        (["scale", "--dir", "runs/x", "rollout=2"], "Write: rollstream scale runs/x ROLE=N"),
+        (["status", "--run", "x"], "Write: rollstream status x"),
+        (["up", "rollout", "--dir", "runs/x"], "Write: rollstream up ROLE --run runs/x"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_its_remedy_on_standard_error(

@@ -10,6 +10,7 @@ import pytest
 
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus
+from ops import launch
 from ops.host import ProcessSpec
 from ops.launch import Where
 from ops.recipe import Recipe, load_recipe
@@ -209,3 +210,23 @@ def test_a_message_asks_for_counts_or_is_no_request_to_scale() -> None:
     for action, workers in (("scale", {}), ("pause", {"rollout": 1.0}), ("scale", {"rollout": 1.5})):
         with pytest.raises(MalformedMessage):
             Control(action=action, nonce="a", workers=workers)  # type: ignore[arg-type]
+
+
+async def test_who_adds_workers_is_told_at_once_what_is_being_started_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one waits for the fork server's imports: on a busy machine that was half a minute of silence."""
+    (tmp_path / "initial").mkdir()
+    bus = MemoryBus("run", MemoryHub())
+    await bus.connect()
+    await bus.setup()
+
+    class Importing(launch.Supervisor):
+        async def start(self, spec: ProcessSpec) -> None:
+            raise UserError("It is imported still.", "Wait.")
+
+    monkeypatch.setattr(launch, "Supervisor", Importing)
+    with pytest.raises(UserError, match="imported still"):
+        await launch._join("rollout", Where(tmp_path, "run", "nats://localhost"), bus, recipe().to_yaml(), 2, None)
+    assert capsys.readouterr().out == f"starting 2 rollout actor(s) of run, with logs in {tmp_path / 'logs'}\n"
+    await bus.close()
