@@ -3,7 +3,8 @@
 Each death that is one episode's doing is noted on the log, for whichever worker has the sample next. Such a sample then
 waits for a quiet moment, and runs while no other of its kind does. Where a death may be the doing of several, nobody is
 blamed: the next life runs half as many episodes at a time, and twice as many again with each round that it survives,
-so that whoever does it again is soon alone.
+so that whoever does it again is soon alone. Deaths of before the newest start of the run are forgotten: then somebody
+has mended the function.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import structlog
 
 from actors.episode.running import Fallen, Running, left_by
 from bus.port import Bus
-from bus.table import NOTES, ROLLOUTS
-from schemas import Note, UserError, parse_sample_id
+from bus.reading import read_to_end
+from bus.table import CONTROL, NOTES, ROLLOUTS
+from schemas import Control, Note, UserError, parse_sample_id
 
 log = structlog.get_logger()
 
@@ -43,6 +45,7 @@ class Deaths:
         self._died = died
         self._at_once = self._most = at_once
         self._survived = 0
+        self._since_s = 0.0  # Unix seconds of the newest start of the run
         self._harmless = 0
         self._alone = asyncio.Lock()
 
@@ -53,6 +56,10 @@ class Deaths:
 
     async def start(self) -> None:
         """Note what the worker before us died of. Raises `UserError` if the function only ever ends its process."""
+        async for entry in read_to_end(self._bus, CONTROL):
+            message = entry.message()
+            if isinstance(message, Control) and message.action == "start":
+                self._since_s = entry.time_s
         fallen = left_by(self._record) if self._record is not None else None
         if fallen is not None and self._died:
             await self._blame(fallen)
@@ -72,12 +79,14 @@ class Deaths:
         sample = parse_sample_id(fallen.culprit)
         assert sample is not None
         group, index = sample
-        number = len(await self.of(fallen.culprit))
+        number = len(await self._noted(fallen.culprit))
         log.warning("episode_ended_its_process", sample=fallen.culprit, how=how, times=number + 1)
         detail = how[:DETAIL_CHARS_MAX]
         await self._bus.publish(Note(group_id=group, index=index, number=number, kind="died", detail=detail))
-        deaths = (await self._bus.info(NOTES)).messages
-        if deaths >= DEATHS_FIRST_MAX and not (await self._bus.info(ROLLOUTS)).last_seq:
+        if (await self._bus.info(ROLLOUTS)).last_seq:
+            return
+        deaths = len([entry async for entry in read_to_end(self._bus, NOTES) if entry.time_s >= self._since_s])
+        if deaths >= DEATHS_FIRST_MAX:
             raise UserError(
                 f"The episode {self._what} ended its process {deaths} times, and was never finished. The last time its "
                 f"worker {how}, while sample {fallen.culprit} ran.",
@@ -85,14 +94,17 @@ class Deaths:
             )
 
     async def of(self, sample: str) -> list[str]:
-        """How the workers ended that died of a sample, in order."""
-        found: list[str] = []
+        """How the workers ended that died of a sample since the run's newest start, in order."""
+        return [detail for time_s, detail in await self._noted(sample) if time_s >= self._since_s]
+
+    async def _noted(self, sample: str) -> list[tuple[float, str]]:
+        found: list[tuple[float, str]] = []
         while (entry := await self._bus.last(NOTES, f"{sample}/{len(found)}")) is not None:
             note = entry.message()
             assert isinstance(note, Note)
             if note.kind != "died":
                 break  # of an agent from outside, which is in no process of ours
-            found.append(note.detail)
+            found.append((entry.time_s, note.detail))
         return found
 
     @contextlib.asynccontextmanager

@@ -24,8 +24,9 @@ from actors.episode.deaths import DEATHS_FIRST_MAX, DEATHS_MAX, Deaths
 from actors.episode.running import Marked, Running, left_by
 from bus.memory import MemoryBus, MemoryHub
 from bus.port import Bus
+from bus.reading import read_to_end
 from bus.table import DROPPED, NOTES, ROLLOUT_WORKERS, ROLLOUTS
-from schemas import Note, Prompt, Rollout, UserError
+from schemas import Control, Note, Prompt, Rollout, UserError
 from tests.actors.episode.test_episode_worker import Digits, at_work, first, model
 
 PROMPT = Prompt(group_id=1, index=0, group_size=1, prompt="2", task={}, seed=7, min_version=0)
@@ -263,6 +264,24 @@ async def test_a_function_that_only_ever_ends_its_process_ends_the_run(
         return
     with pytest.raises(UserError, match=r"8 times, and was never finished. .* ended with status 3, while sample 99-0"):
         await lived(bus, tmp_path / "record")
+
+
+async def test_deaths_of_before_the_run_was_started_again_are_forgotten(bus: Bus, tmp_path: Path) -> None:
+    """By then somebody has mended the function; the samples that it ended shall be tried again, and are kept."""
+    record = tmp_path / "record"
+    for _ in range(DEATHS_MAX):
+        fallen(record, 7, at=7)
+        await lived(bus, record)
+    for group in range(DEATHS_FIRST_MAX - 1 - DEATHS_MAX):
+        fallen(record, group, at=group)
+        await lived(bus, record)
+    assert len(await (await lived(bus, record)).of("7-0")) == DEATHS_MAX
+    await bus.publish(Control(action="start", nonce="again"))
+    fallen(record, 7, at=7)
+    deaths = await lived(bus, record)
+    assert len(await deaths.of("7-0")) == 1
+    notes = [entry.message() async for entry in read_to_end(bus, NOTES)]
+    assert [note.number for note in notes if isinstance(note, Note) and note.group_id == 7] == [0, 1, 2, 3]
 
 
 async def test_a_note_of_an_agent_is_no_death(bus: Bus) -> None:
