@@ -7,8 +7,10 @@ go back at once, and whoever gets them continues from there, token for token on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,11 +29,11 @@ from bus.shell import HandBack, Rejected, Retry, serve
 from bus.table import ANSWERS, PARTIALS, ROLLOUT_WORKERS, TURN_WORKERS, WEIGHTS, Consumer
 from bus.weights import Local
 from bus.weights import WeightsError as CannotBeHad
-from schemas import Message, Partial, Prompt, Turn, WeightVersion
+from schemas import MalformedMessage, Message, Partial, Prompt, Turn, WeightVersion
 
 log = structlog.get_logger()
 
-VERSION_WAIT_S = 60.0  # how long a prompt may wait for the version that it asks for, before it goes back
+VERSION_WAIT_S = 60.0  # how long a prompt waits for the version that it asks for, before it goes back: each time longer
 UPDATE_RETRY_S = 1.0
 DELIVERY_TOKENS = 32  # stored of an answer, they pay for one more delivery: what its workers die of stores fewer
 PARTIALS_EVERY_S = 0.5
@@ -97,6 +99,7 @@ class RolloutWorker:
         self._busy_s = 0.0
         self._swaps = 0
         self._without_version = 0  # prompts that wait for weights
+        self._leaving = False
         self._fed_by = "turns" if turns else "prompts"
         self._refused = -1  # the newest version that could not be had
         self.gauges = Gauges(bus, name, "rollout", self._read_gauges)
@@ -128,6 +131,7 @@ class RolloutWorker:
                 if not serving.done():
                     stop.set()
                     await self.engine.hand_over()
+                    self._leaving = True
                     async with self._updated:
                         self._updated.notify_all()  # whoever waits for a version hands back too
                 await serving
@@ -144,7 +148,7 @@ class RolloutWorker:
         """Whoever joins takes prompts once it has weights: until then, others can begin on them."""
         async with self._updated:
             await self._updated.wait_for(lambda: self._has_weights or stop.is_set())
-        more = self._deliveries_on_the_way
+        more = self._more_deliveries
         await serve(self.bus, consumer, self._handle, room=lambda: places, stop=stop, name=self.name, more=more)
 
     @property
@@ -169,7 +173,8 @@ class RolloutWorker:
 
     async def _generated(self, message: Prompt | Turn, delivery: Delivery) -> Sequence[Message] | HandBack:
         arrived = clock.monotonic_s()
-        await self._have_version(message.min_version)
+        if not await self._has_version(message.min_version, VERSION_WAIT_S * delivery.deliveries):
+            return HandBack()
         name = name_of(message)
         resumed = await self._partial(name) if delivery.deliveries > 1 else None
         try:
@@ -201,21 +206,30 @@ class RolloutWorker:
     async def _unguarded(self, request: Request) -> Outcome:
         return await self.engine.generate(request), None, 0
 
-    async def _have_version(self, version: int) -> None:
+    async def _has_version(self, version: int, patience_s: float) -> bool:
+        """Whether this version or a newer one is here, or has come before the worker leaves."""
         if self.engine.version >= version:
-            return
+            return True
         self._without_version += 1
         try:
-            async with self._updated, asyncio.timeout(VERSION_WAIT_S):
-                while self.engine.version < version:
-                    await self._updated.wait()
+            async with self._updated, asyncio.timeout(patience_s):
+                await self._updated.wait_for(lambda: self.engine.version >= version or self._leaving)
         except TimeoutError:
             raise Retry(delay_s=1.0) from None
         finally:
             self._without_version -= 1
+        return self.engine.version >= version
 
-    async def _deliveries_on_the_way(self, entry: Entry) -> int:
-        """A long answer may be handed over many times, and comes further each time."""
+    async def _more_deliveries(self, entry: Entry) -> int:
+        """How many of its deliveries say nothing against a prompt or a turn.
+
+        A long answer may be handed over many times, and comes further each time. And nobody dies of what waits for its
+        version: it goes back, in case that others have it, as often as need be.
+        """
+        with contextlib.suppress(MalformedMessage):
+            message = entry.message()
+            if isinstance(message, Prompt | Turn) and message.min_version > self.engine.version:
+                return sys.maxsize
         partial = await self._partial(entry.id)
         return 0 if partial is None else len(partial.tokens) // DELIVERY_TOKENS
 

@@ -326,10 +326,10 @@ async def test_the_tokens_of_an_answer_on_its_way_pay_for_more_deliveries(bus: M
     worker = RolloutWorker(bus, RolloutConfig(), SlowEngine({}), FakeTokenizer(), (), NoWeights(), "rollout-0")
     await bus.publish(Prompt(group_id=0, index=0, group_size=1, prompt="p", task={}, seed=1, min_version=0))
     (entry,) = await bus.get(PROMPTS, [1])
-    assert await worker._deliveries_on_the_way(entry) == 0
+    assert await worker._more_deliveries(entry) == 0
     saved = Generation("0-0", (1,), (5,) * 3200, (-1.0,) * 3200, ((0, 3200),), None)
     await bus.publish(partial_of(saved, "rollout-1"))
-    assert await worker._deliveries_on_the_way(entry) == 100
+    assert await worker._more_deliveries(entry) == 100
 
 
 async def test_a_worker_leaves_that_has_no_weights_yet(bus: MemoryBus) -> None:
