@@ -152,8 +152,8 @@ BUGS = (
     Bug(
         "a worker begins with older weights than the prompt asks for",
         "actors.rollout.actor:RolloutWorker._generated",
-        "await self._have_version(message.min_version)",
-        "pass",
+        "if not await self._has_version(message.min_version, VERSION_WAIT_S * delivery.deliveries):",
+        "if False:",
     ),
     # The reward workers.
     Bug(
