@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ops.chart import bar
 from ops.drops import by_reason, samples
-from ops.view import RunView, StepPoint, mean_staleness, running_mean
+from ops.view import METRICS_KEPT, RunView, StepPoint, mean_staleness, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,6 @@ SMOOTH_STEPS = 5
 EDGE_STEPS = 5  # the first and last steps whose mean reward is told
 EVALUATIONS_SHOWN = 5  # in words, the first among them
 EVALUATIONS_MARKED = 20  # in the plot, with marks of full size
-METRICS_KEPT = ("entropy", "grad_norm", "clip_fraction", "mismatch_kl", "lr", "loss")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

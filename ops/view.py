@@ -19,6 +19,7 @@ from schemas import Batch, Dropped, Evaluation, StepDone
 
 SILENT_AFTER_S = 5.0  # beats come every second
 RATE_WINDOW_S = 10.0
+METRICS_KEPT = ("entropy", "grad_norm", "clip_fraction", "mismatch_kl", "lr", "loss")  # a run may have 100,000 steps
 ROLES = ("controller", "episode", "rollout", "reward", "trainer", "evaluator", "nats", "launcher")
 
 
@@ -34,7 +35,8 @@ class Achieved:
 class StepPoint:
     """One training step. `achieved` is what its batch tells, None while the batch has not been seen.
 
-    `staleness[i]` trained tokens were i versions old. `cpu_s` is what all processes had used when the step was seen,
+    `metrics` are those of `METRICS_KEPT`, and `reward_mean`, as far as the trainer told them. `staleness[i]` trained
+    tokens were i versions old. `cpu_s` is what all processes had used when the step was seen,
     `generated` what all workers had generated.
     """
 
@@ -141,11 +143,12 @@ class RunView:
         """Take a finished step. The first report of a step counts; a trainer that recovers reports it again."""
         if message.step in self.points:
             return
+        told = message.metrics
         self.points[message.step] = StepPoint(
             step=message.step,
             time_s=time_s,
             achieved=self._achieved.get(message.step),
-            metrics=dict(message.metrics),
+            metrics={name: told[name] for name in (*METRICS_KEPT, "reward_mean") if name in told},
             staleness=tuple(int(count) for count in message.staleness),
             cpu_s=self.cpu_s,
             generated=self.generated,

@@ -84,6 +84,14 @@ def test_a_step_that_is_reported_again_counts_once() -> None:
     assert view.series[0].time_s == START_S + 1
 
 
+def test_of_a_steps_metrics_only_those_that_are_shown_are_kept() -> None:
+    """The log has all hundred of each step; a launcher that kept them, too, grew for as long as it ran."""
+    view = view_of()
+    told = {f"phase_{i}_s": 1.0 for i in range(100)} | {"reward_mean": 0.25, "entropy": 1.5}
+    view.step_done(StepDone(step=0, version=1, metrics=told, staleness=np.array([1])), START_S)
+    assert dict(view.points[0].metrics) == {"reward_mean": 0.25, "entropy": 1.5}
+
+
 def test_staleness_adds_up_over_steps_of_different_depth() -> None:
     """Early steps have no old tokens: their histograms are shorter."""
     view = view_of()
