@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 PUBLISHED = "bfloat16"
 LOOK_S = 0.002  # between two looks at the number of tokens
-WARM_S = 3.0
+WARM_S = 120.0  # at most
+WARM_TOKENS = 4  # a sequence, before anything is measured
 USUAL_STEPS = 50  # of which the median is a usual one
+SETTLED_STEPS = 10  # after an update, before it counts as over
 PROMPT_TOKENS = 16
 NEW_TOKENS = 256
 CHANGED = 0.01  # share of the weights that a version changes
@@ -40,12 +42,14 @@ CHANGED = 0.01  # share of the weights that a version changes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """One update: wall seconds in which no token came beyond those of a usual step; of these, writing the weights and
-    prefilling what runs; and of a worker at rest, reading (fetching and verifying) and loading the version in full.
+    """One update: wall seconds in which no token came beyond those of a usual step; seconds of usual decoding that the
+    update cost in all; of these, writing the weights and prefilling what runs; and of a worker at rest, reading
+    (fetching and verifying) and loading the version in full.
     """
 
     on_update: str
     down_s: float
+    lost_s: float
     writing_s: float
     rebuilding_s: float
     read_s: float
@@ -105,24 +109,25 @@ def report(swaps: Sequence[Swap], rates: Mapping[str, float], spec: Mapping[str,
         f"`rollstream bench swap` on {machine}.",
         "",
         f"{spec['name']} in {spec['dtype']}, published in {PUBLISHED}, {spec['slots']} sequences at once, each of "
-        f"{PROMPT_TOKENS} + {NEW_TOKENS} tokens. A worker is down from the last token under the old weights to the "
-        "first under the new ones, less a usual step: for writing, and with `recompute` for the prefill of all that "
-        "runs, which is work of the size of the answers and not of the weights. Reading and loading are those of the "
-        "same version by a worker that decodes nothing.",
+        f"{PROMPT_TOKENS} + {NEW_TOKENS} tokens. A worker is down for the longest time without a token, less a usual "
+        "step, from the update until all that ran runs again: for writing, and with `recompute` for the prefill of its "
+        "shortest sequences. Those go on while the others are prefilled, which is work of the size of the answers and "
+        "not of the weights. Lost is all of it: the time in which as many tokens as are missing would usually come. "
+        "Reading and loading are those of the same version by a worker that decodes nothing.",
         "",
-        "| on_update | update | down, s | writing, s | prefilling, s | read, s | load, s | down / (read + load) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| on_update | update | down, s | lost, s | writing, s | prefilling, s | read, s | load, s | "
+        "down / (read + load) |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     ways = {way: [swap for swap in swaps if swap.on_update == way] for way in spec["on_update"]}
     for way, of_way in ways.items():
         for number, swap in enumerate(of_way, 1):
             values = " | ".join(f"{value:.3f}" for value in dataclasses.astuple(swap)[1:])
             lines.append(f"| {way} | {number} | {values} | {_ratio([swap]):.2f} |")
-    lines += ["", "Down, over reading and loading, in the mean:", "", "| on_update | all | without prefilling |"]
-    lines.append("|---|--:|--:|")
+    lines += ["", "Over reading and loading, in the mean:", "", "| on_update | down | lost |", "|---|--:|--:|"]
     for way, of_way in ways.items():
-        unfilled = [dataclasses.replace(swap, down_s=max(0.0, swap.down_s - swap.rebuilding_s)) for swap in of_way]
-        lines.append(f"| {way} | **{_ratio(of_way):.2f}** | {_ratio(unfilled):.2f} |")
+        all_lost = [dataclasses.replace(swap, down_s=swap.lost_s) for swap in of_way]
+        lines.append(f"| {way} | **{_ratio(of_way):.2f}** | {_ratio(all_lost):.2f} |")
     lines += ["", "The other worker:", "", "| meanwhile | tokens/s | of undisturbed |"]
     lines.append("|---|--:|--:|")
     undisturbed = rates["nothing"]
@@ -198,10 +203,12 @@ class _Worker:
         tasks = [asyncio.create_task(self._ask(slot)) for slot in range(self.spec["slots"])]
         tasks.append(asyncio.create_task(self._look()))
         try:
-            await asyncio.sleep(WARM_S)
-            for task in tasks:
-                if task.done():
-                    task.result()
+            async with asyncio.timeout(WARM_S):
+                while self.engine.stats().tokens_generated < WARM_TOKENS * self.spec["slots"]:
+                    for task in tasks:
+                        if task.done():
+                            task.result()
+                    await asyncio.sleep(LOOK_S)
             yield
         finally:
             for task in tasks:
@@ -212,13 +219,15 @@ class _Worker:
     async def _ask(self, slot: int) -> None:
         from actors.rollout.engine import Request, Sampling
 
-        prompt = tuple(5 + (slot + place) % 50 for place in range(PROMPT_TOKENS))  # any model has these tokens
         number = 0
+        # The first ones begin where they would be by then: work is the same at all times, or it could not be compared.
+        new = max(1, NEW_TOKENS * (slot + 1) // self.spec["slots"])
         while True:
-            number += 1  # the first ones are of all lengths, lest all begin and end together
-            new = NEW_TOKENS if number > 1 else NEW_TOKENS * (slot + 1) // self.spec["slots"]
-            sampling = Sampling(max(1, new))
-            await self.engine.generate(Request(f"{slot}-{number}", prompt, sampling, seed=1000 * slot + number))
+            number += 1
+            length = PROMPT_TOKENS + NEW_TOKENS - new
+            prompt = tuple(5 + (slot + place) % 50 for place in range(length))  # any model has these tokens
+            await self.engine.generate(Request(f"{slot}-{number}", prompt, Sampling(new), seed=1000 * slot + number))
+            new = NEW_TOKENS
 
     async def _look(self) -> None:
         while True:
@@ -234,15 +243,10 @@ class _Worker:
             return 0.0
         return (within[-1][1] - within[0][1]) / (within[-1][0] - within[0][0])
 
-    def gaps(self, start: float, stop: float) -> list[float]:
-        """Seconds between tokens that came between two times."""
-        times = [at for at, _ in self.times if start <= at <= stop]
-        return [after - before for before, after in itertools.pairwise(times)]
-
 
 async def _takes(worker: _Worker) -> list[Swap]:
     """Take one version after another, in each of the ways; then do the same at rest."""
-    downs: list[tuple[int, tuple[str, float, float, float]]] = []
+    downs: list[tuple[int, tuple[str, float, float, float, float]]] = []
     for way in worker.spec["on_update"]:
         worker.engine = worker.engine_for(way)
         reader = worker.reader(f"decoding-{way}")
@@ -258,17 +262,25 @@ async def _takes(worker: _Worker) -> list[Swap]:
     return [Swap(*down, *at_rest[version]) for version, down in downs]
 
 
-async def _take(worker: _Worker, reader: WeightReader, event: WeightVersion) -> tuple[float, float, float]:
-    """Seconds in which no token came, and of these the writing and the prefilling."""
-    usual = statistics.median(worker.gaps(0.0, time.monotonic())[-USUAL_STEPS:])
+async def _take(worker: _Worker, reader: WeightReader, event: WeightVersion) -> tuple[float, float, float, float]:
+    """Seconds without a token, seconds lost in all, and of these the writing and the prefilling."""
+    steps = list(itertools.pairwise(worker.times[-USUAL_STEPS:]))
+    usual_s = statistics.median(after - before for (before, _), (after, _) in steps)
+    usual_tokens = statistics.median(after - before for (_, before), (_, after) in steps)
     before = worker.engine.stats()
     local = await reader.fetch(event)
     began = time.monotonic()
     await worker.engine.update(event.version, local.path)
-    await asyncio.sleep(10 * usual + 2 * LOOK_S)
-    down_s, after = max(worker.gaps(began - usual, time.monotonic())) - usual, worker.engine.stats()
+    async with asyncio.timeout(WARM_S):
+        while worker.engine.stats().rebuilding:
+            await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(SETTLED_STEPS * usual_s + 2 * LOOK_S)
+    after = worker.engine.stats()
+    within = [(at, tokens) for at, tokens in worker.times if at >= began - usual_s]
+    down_s = max(later - earlier for (earlier, _), (later, _) in itertools.pairwise(within)) - usual_s
+    lost_s = within[-1][0] - within[0][0] - (within[-1][1] - within[0][1]) / usual_tokens * usual_s
     rebuilding_s = after.rebuilding_s - before.rebuilding_s
-    return max(0.0, down_s), after.swapping_s - before.swapping_s - rebuilding_s, rebuilding_s
+    return max(0.0, down_s), lost_s, after.swapping_s - before.swapping_s - rebuilding_s, rebuilding_s
 
 
 async def _at_rest(worker: _Worker, version: int) -> tuple[float, float]:

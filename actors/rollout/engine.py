@@ -116,9 +116,9 @@ class Request:
 class EngineStats:
     """A reading of the engine. Counts and seconds (wall clock) are totals since it was made.
 
-    `running` sequences are in the batch, `waiting` ones have no slot yet. `busy_s` is time spent in prefill and decode,
-    `swapping_s` time spent in loading weights and rebuilding caches; `rebuilding_s`, of that the caches, is 0 where the
-    engine prefills as part of its decoding.
+    `running` sequences are in the batch, of these `rebuilding` wait for their cache after an update, `waiting` ones
+    have no slot yet. `busy_s` is time spent in prefill and decode, `swapping_s` time spent in loading weights and
+    rebuilding caches; `rebuilding_s`, of that the caches, is 0 where the engine prefills as part of its decoding.
     Of the tokens that samples begin with, `prefill_tokens` went through the model, and `cached_tokens` were spared
     that by a cache that they share with others.
     """
@@ -131,6 +131,7 @@ class EngineStats:
     swapping_s: float
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    rebuilding: int = 0
     rebuilding_s: float = 0.0
 
 

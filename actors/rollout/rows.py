@@ -1,7 +1,8 @@
 """The running sequences as arrays: tokens, logprobs, lengths and sampling parameters, one row a sequence.
 
-Rows [0:count] are the running ones; a row that leaves is overwritten by the last one. Numpy only, so that a decode step
-does no Python work per row; Python runs when a row enters or leaves.
+Rows [0:count] are the running ones. Of these [0:ready] have their tokens but the newest in the KV cache and are
+decoded; the others wait for a prefill. Numpy only, so that a decode step does no Python work per row; Python runs when
+a row enters or leaves.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class _Sample:
 
 
 class Moves(NamedTuple):
-    """Which rows were overwritten, and with which."""
+    """Which of the ready rows were overwritten, and with which."""
 
     to: I64
     source: I64
@@ -48,6 +49,7 @@ class Rows:
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self.count = 0
+        self.ready = 0
         self._vocab_size = vocab_size
         self._state = np.zeros(slots, dtype=_STATE)
         self._ids: I64 = np.zeros((slots, 0), dtype=np.int64)
@@ -63,8 +65,8 @@ class Rows:
 
     @property
     def last_tokens(self) -> I64:
-        """The newest token of each, [count]."""
-        newest: I64 = self._ids[np.arange(self.count), self.lengths - 1]
+        """The newest token of each that is ready, [ready]."""
+        newest: I64 = self._ids[np.arange(self.ready), self.lengths[: self.ready] - 1]
         return newest
 
     @property
@@ -75,13 +77,13 @@ class Rows:
 
     @property
     def keys(self) -> U64:
-        """Of their random streams, [count]."""
-        return self._state["key"][: self.count]
+        """Of the random streams of those that are ready, [ready]."""
+        return self._state["key"][: self.ready]
 
     @property
     def sampling(self) -> tuple[NDArray[np.float32], I64, F64]:
-        """Temperature, top-k and top-p of each, [count]."""
-        state = self._state[: self.count]
+        """Temperature, top-k and top-p of each that is ready, [ready]."""
+        state = self._state[: self.ready]
         return state["temperature"], state["top_k"], state["top_p"]
 
     def answer_lengths(self) -> dict[str, int]:
@@ -104,7 +106,10 @@ class Rows:
         return self._ids[row, : self._state["length"][row]]
 
     def enter(self, ticket: int, request: Request, full: int) -> None:
-        """Append a sequence that ends at `full` tokens at the latest. The caller keeps `count` within the slots."""
+        """Append a sequence that ends at `full` tokens at the latest, not ready yet.
+
+        The caller keeps `count` within the slots.
+        """
         row, prompt, prefix, sampling = self.count, request.prompt_tokens, request.unfinished(), request.sampling
         length = len(prompt) + len(prefix.tokens)
         self._widen(full)
@@ -118,8 +123,8 @@ class Rows:
         self.count += 1
 
     def append(self, tokens_N: I64, logprobs_N: F64) -> NDArray[np.bool_]:
-        """Add one token to every sequence; returns which of them are finished by it, bool [count]."""
-        state, index = self._state[: self.count], np.arange(self.count)
+        """Add one token to every ready sequence; returns which of them are finished by it, bool [ready]."""
+        state, index = self._state[: self.ready], np.arange(self.ready)
         self._ids[index, state["length"]] = tokens_N
         self._logprobs[index, state["length"]] = logprobs_N
         state["length"] += 1
@@ -164,16 +169,19 @@ class Rows:
         return next(rows, None)
 
     def leave(self, leaving_N: NDArray[np.bool_]) -> Moves:
-        """Take rows out, bool [count]; the last ones that stay fill the gaps."""
-        staying = self.count - int(leaving_N.sum())
-        to = np.flatnonzero(leaving_N[:staying])
-        source = staying + np.flatnonzero(~leaving_N[staying:])
+        """Take rows out, bool [count]; the last ready ones fill the gaps of the ready, the waiting ones move up."""
+        ready, staying = (int(np.count_nonzero(~leaving_N[:part])) for part in (self.ready, self.count))
+        to = np.flatnonzero(leaving_N[:ready])
+        source = ready + np.flatnonzero(~leaving_N[ready : self.ready])
+        waiting = self.ready + np.flatnonzero(~leaving_N[self.ready :])  # whose order stays: they are sorted
+        waiting_to = np.arange(ready, staying)
+        all_to, all_source = np.concatenate([to, waiting_to]), np.concatenate([source, waiting])
         for column in (self._state, self._ids, self._logprobs):
-            column[to] = column[source]
-        for gap, row in zip(to.tolist(), source.tolist(), strict=True):
+            column[all_to] = column[all_source]
+        for gap, row in zip(all_to.tolist(), all_source.tolist(), strict=True):
             self._samples[gap] = self._samples[row]
         del self._samples[staying:]
-        self.count = staying
+        self.count, self.ready = staying, ready
         return Moves(to, source)
 
     def sort(self, first: int) -> None:

@@ -182,6 +182,7 @@ class ThreadedEngine:
             swapping_s=decoder.swapping_s,
             prefill_tokens=decoder.prefill_tokens,
             cached_tokens=decoder.cached_tokens,
+            rebuilding=decoder.rebuilding,
             rebuilding_s=decoder.rebuilding_s,
         )
 
@@ -238,7 +239,7 @@ class ThreadedEngine:
                 self._obey()
                 self._load_updates()
                 turn = self._turn_is_due()
-                if turn and not self._updates:
+                if turn and not self._updates and not self._decoder.rebuilding:
                     self._admit()
                 for ticket, generation in self._decoder.step():
                     self._outbox.append(_Result(self._running.pop(ticket).future, generation))

@@ -4,11 +4,15 @@ What one call does:
 
     add(requests)   rows at the end of the batch; their tokens but the last go through padded prefill forwards
     step()          one token for every row: the row's newest token goes in, the next one is drawn; done rows leave
-    load(version)   new weights between two steps; every row's tokens but the last are prefilled again (recompute)
+    load(version)   new weights between two steps; every row's tokens but the last are to be prefilled again (recompute)
 
-A row is thus always "all tokens but the newest are cached": after a prompt, after a decode step, after an update and
-after a resumption alike, so that tokens are drawn in one place only. The decoder holds the weights, and therefore it
-stamps the version on each token.
+A row that is decoded is thus always "all tokens but the newest are cached": after a prompt, after a decode step, after
+an update and after a resumption alike, so that tokens are drawn in one place only. The decoder holds the weights, and
+therefore it stamps the version on each token.
+
+After an update the cache is rebuilt share by share, the shortest rows first, and between two shares a step decodes
+those that are done. Prefilling all that runs takes as long as the answers are, many times what the weights take; in
+this way the worker is silent only until its shortest rows are there again.
 
 Batch invariance (`config.deterministic`). A sum of floating-point numbers depends on its order, and the order in which
 a matrix product or an attention sums depends on the shapes of its operands: the same row gets other last bits in
@@ -46,6 +50,9 @@ from actors.rollout.sampling import I64, sample, uniforms
 # Of deterministic decoding: what lengths are rounded up to, and the rows of a prefill forward.
 PADDED_TOKENS = 64
 PADDED_PROMPTS = 8
+# A share of a cache that is rebuilt takes about as long as this many steps of decoding. More make the gaps between
+# tokens longer, fewer the rebuilding: its steps decode a part of the rows only.
+REBUILD_STEPS = 3
 
 
 class Decoder:
@@ -70,6 +77,8 @@ class Decoder:
         self.busy_s = 0.0
         self.swapping_s = 0.0
         self.rebuilding_s = 0.0  # of that
+        self._step_s = 0.0  # of the newest step, and
+        self._prefilled_per_s = 0.0  # tokens of the newest prefill: what the size of a share follows
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(ATTENTION)
         self._model: Any = model.train(False)  # its classes are typed only in part
@@ -100,18 +109,27 @@ class Decoder:
         """Sequences in the batch."""
         return self._rows.count
 
+    @property
+    def rebuilding(self) -> int:
+        """Of these, the ones whose cache is not rebuilt yet after an update."""
+        return self._rows.count - self._rows.ready
+
     def check(self, request: Request) -> Generation | None:
         """`admission.settled` for this model. From any thread."""
         return settled(request, self._vocab_size, self.max_context)
 
     @torch.inference_mode()
     def add(self, requests: Sequence[Request]) -> list[int]:
-        """Take requests into the batch and prefill them; returns a ticket for each. At most `slots - running`."""
+        """Take requests into the batch and prefill them; returns a ticket for each. At most `slots - running`.
+
+        Rows that are `rebuilding` are done first: add when there are none, lest all others wait for them.
+        """
         started = time.perf_counter()
         if len(requests) > self.slots - self.running:
             raise ValueError(f"{len(requests)} requests for {self.slots - self.running} free slots")
         if any(self.check(request) is not None for request in requests):
             raise ValueError("a request is finished already: ask check() before add()")
+        self._prefill()
         first = self.running
         tickets = list(range(self._tickets, self._tickets + len(requests)))
         self._tickets += len(requests)
@@ -132,26 +150,30 @@ class Decoder:
         rows = self._rows
         if rows.count == 0:
             return []
+        self._rebuild()
         started = time.perf_counter()
-        length, empty = int(rows.lengths.max()), 0
+        lengths_N = rows.lengths[: rows.ready]
+        length, empty = int(lengths_N.max()), 0
         if self.config.deterministic:
-            length, empty = _rounded(length), self.slots - rows.count
-        positions_N = torch.from_numpy(_extended(rows.lengths - 1, empty)).to(self._model.device)
+            length, empty = _rounded(length), self.slots - rows.ready
+        positions_N = torch.from_numpy(_extended(lengths_N - 1, empty)).to(self._model.device)
         visible_NL = torch.arange(length, device=positions_N.device) <= positions_N[:, None]
         self._cache.for_decode(positions_N, length)
         tokens_N1 = torch.from_numpy(_extended(rows.last_tokens, empty)).to(positions_N.device)[:, None]
         logits_NV = self._forward(tokens_N1, positions_N[:, None], self._additive(visible_NL)[:, None, None])
-        logits_NV = logits_NV[: rows.count]
-        tokens_N, logprobs_N = sample(logits_NV, uniforms(rows.keys, rows.answered), *rows.sampling)
+        logits_NV = logits_NV[: rows.ready]
+        uniforms_N = uniforms(rows.keys, rows.answered[: rows.ready])
+        tokens_N, logprobs_N = sample(logits_NV, uniforms_N, *rows.sampling)
         with self._lock:
             finished_N = rows.append(tokens_N, logprobs_N)
             results = [
                 (rows.ticket(row), rows.generation(row, self.version, finished=True))
                 for row in np.flatnonzero(finished_N).tolist()
             ]
-            self._leave(finished_N)
+            self._leave(np.concatenate([finished_N, np.zeros(self.rebuilding, dtype=np.bool_)]))
         self.tokens_generated += len(tokens_N)
-        self.busy_s += time.perf_counter() - started
+        self._step_s = time.perf_counter() - started
+        self.busy_s += self._step_s
         return results
 
     @torch.inference_mode()
@@ -217,10 +239,9 @@ class Decoder:
         with self._lock:
             self._rows.close_segments(self.version)
             self.version = version
-        written = time.perf_counter()
-        if self.config.on_update == "recompute":
-            self._prefill(0)
-            self.rebuilding_s += time.perf_counter() - written
+            if self.config.on_update == "recompute":
+                self._rows.ready = 0
+                self._rows.sort(0)
         self.swapping_s += time.perf_counter() - started
 
     def _leave(self, leaving_N: NDArray[np.bool_]) -> None:
@@ -232,7 +253,9 @@ class Decoder:
     def _begin(self, first: int) -> None:
         """Prefill new rows [first:count], and keep what their prompts came to for others of their groups."""
         begun = int((self._rows.lengths[first:] - 1).sum())
-        computed = self._prefill(first)
+        with self._lock:
+            self._rows.sort(first)
+        computed = self._prefill()
         self.prefill_tokens += computed
         self.cached_tokens += begun - computed
         if self._prompts.bytes_max:
@@ -242,41 +265,62 @@ class Decoder:
                     if self._prompts.get(tokens.tobytes()) is None:
                         self._prompts.put(tokens.tobytes(), self._cache.read(row, len(tokens)))
 
-    def _prefill(self, first: int) -> int:
-        """Cache all tokens but the newest of rows [first:count], in padded forwards of like lengths.
+    def _rebuild(self) -> None:
+        """The next share of the rows whose cache an update made void."""
+        if not self.rebuilding:
+            return
+        started = time.perf_counter()
+        self._prefill(int(REBUILD_STEPS * self._step_s * self._prefilled_per_s))
+        took_s = time.perf_counter() - started
+        self.rebuilding_s += took_s
+        self.swapping_s += took_s
+
+    def _prefill(self, tokens: int = sys.maxsize) -> int:
+        """Make rows ready that are not: the next ones of about so many tokens, and one at least. They are sorted.
+
+        Returns how many tokens were computed.
+        """
+        rows, computed = self._rows, 0
+        started = time.perf_counter()
+        while rows.ready < rows.count:
+            computed += self._prefill_next(min(tokens - computed, self.config.prefill_tokens))
+            if computed >= tokens:
+                break
+        if computed:
+            self._prefilled_per_s = computed / (time.perf_counter() - started)
+        return computed
+
+    def _prefill_next(self, tokens: int) -> int:
+        """Cache all tokens but the newest of the next rows of like lengths, in one padded forward of at most `tokens`.
 
         Equal sequences (a group's samples share their prompt) are computed once and stored for each; those that were
         computed before are copied. Returns how many tokens were computed.
         """
-        rows, computed = self._rows, 0
-        with self._lock:
-            rows.sort(first)
-        while first < rows.count:
-            if known := self._prompts.get(rows.tokens_of(first)[:-1].tobytes()):
-                self._cache.write(slice(first, first + 1), known)
-                first += 1
-                continue
-            sequences: list[I64] = []
-            sources: list[int] = []
-            for row in range(first, rows.count):
-                sequence = rows.tokens_of(row)[:-1]
-                new = not sequences or not np.array_equal(sequence, sequences[-1])
-                known = self._prompts.get(sequence.tobytes()) if new and sequences else None
-                if new and sequences and (known or not self._fits(sequences, len(sequence))):
-                    break
-                if new:
-                    sequences.append(sequence)
-                sources.append(len(sequences) - 1)
-            self._prefill_forward(first, sequences, np.array(sources, dtype=np.int64))
-            computed += sum(map(len, sequences))
-            first += len(sources)
-        return computed
+        rows = self._rows
+        if known := self._prompts.get(rows.tokens_of(rows.ready)[:-1].tobytes()):
+            self._cache.write(slice(rows.ready, rows.ready + 1), known)
+            rows.ready += 1
+            return 0
+        sequences: list[I64] = []
+        sources: list[int] = []
+        for row in range(rows.ready, rows.count):
+            sequence = rows.tokens_of(row)[:-1]
+            new = not sequences or not np.array_equal(sequence, sequences[-1])
+            known = self._prompts.get(sequence.tobytes()) if new and sequences else None
+            if new and sequences and (known or not self._fits(sequences, len(sequence), tokens)):
+                break
+            if new:
+                sequences.append(sequence)
+            sources.append(len(sequences) - 1)
+        self._prefill_forward(rows.ready, sequences, np.array(sources, dtype=np.int64))
+        rows.ready += len(sources)
+        return sum(map(len, sequences))
 
-    def _fits(self, sequences: list[I64], length: int) -> bool:
-        """Whether a sequence of `length`, no shorter than those before it, may join them in a forward."""
+    def _fits(self, sequences: list[I64], length: int, tokens: int) -> bool:
+        """Whether a sequence of `length`, no shorter than those before it, may join them in a forward of `tokens`."""
         if self.config.deterministic:
             return _rounded(length) == _rounded(len(sequences[-1])) and len(sequences) < self._padded_prompts(length)
-        return (len(sequences) + 1) * length <= self.config.prefill_tokens
+        return (len(sequences) + 1) * length <= tokens
 
     def _padded_prompts(self, length: int) -> int:
         """Rows of a deterministic prefill forward, which follow from the length alone."""

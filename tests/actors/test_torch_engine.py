@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
+from actors.rollout import torch_engine
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import (
     ContextTooLongError,
@@ -54,6 +55,18 @@ def run(engine: Decoder, requests: list[Request], per_turn: int = 3) -> dict[str
         waiting = waiting[joining:]
         done |= {generation.sample_id: generation for _, generation in engine.step()}
     return done
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """The cache is rebuilt in the smallest shares."""
+    monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 0)
+
+
+@pytest.fixture
+def all_at_once(monkeypatch):
+    """The cache is rebuilt in one share."""
+    monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 1e12)
 
 
 def steps(engine: Decoder, count: int) -> None:
@@ -192,6 +205,7 @@ def test_truncated_sampling_reports_the_truncated_distribution():
             assert logprob == pytest.approx(float(row[token] - row[kept].logsumexp(0)), abs=TOLERANCE)
 
 
+@pytest.mark.usefixtures("all_at_once")
 def test_three_versions_in_one_sample_each_equal_a_full_forward_of_their_own(tmp_path):
     """Interruption as in the paper: kept tokens keep version and logprobs, later ones come from the new weights with
     the whole prefix read anew. Rows of all lengths, as the cache of each is rebuilt."""
@@ -210,6 +224,60 @@ def test_three_versions_in_one_sample_each_equal_a_full_forward_of_their_own(tmp
         assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
 
 
+@pytest.mark.usefixtures("one_by_one")
+def test_after_an_update_short_answers_go_on_while_long_ones_are_rebuilt(tmp_path):
+    """Prefilling all that runs takes many times what the weights take: nobody should wait for it who need not."""
+    engine = decoder()
+    engine.add([request(name, length) for name, length in {"long": 40, "short": 3, "middle": 20}.items()])
+    steps(engine, 2)
+    passes, weights = engine.forward_passes, save_weights(tmp_path / "1.safetensors", seed=1)
+    engine.load(1, weights)
+    assert (engine.forward_passes, engine.rebuilding) == (passes, 3)
+    for step, (short, middle, long) in enumerate([(3, 2, 2), (4, 3, 2), (5, 4, 3)], 1):
+        steps(engine, 1)
+        assert engine.rebuilding == 3 - step
+        assert engine.lengths() == {"short": short, "middle": middle, "long": long}
+    assert engine.forward_passes == passes + 6
+    models = {version: make_model(seed=version) for version in (0, 1)}
+    for generation in run(engine, []).values():
+        assert generation.segments == ((0, 2), (1, 18))
+        assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cache_half_rebuilt_serves_whoever_comes_goes_or_ends(seed, tmp_path):
+    """Updates in the midst of a rebuilding, answers that end, are cancelled and begin there: none reads another's."""
+    rng = random.Random(seed)
+    models = {version: make_model(seed=version) for version in range(4)}
+    paths = {version: save_weights(tmp_path / f"{version}.safetensors", seed=version) for version in models}
+    engine, done, asked = decoder(prompt_cache_mib=rng.choice([0, 1])), {}, 0
+    tickets: list[int] = []
+    halves = 0
+    while len(done) < 40:
+        action = rng.random()
+        halves += 0 < engine.rebuilding < engine.running
+        if action < 0.15 and engine.running > 4:
+            version = rng.choice([version for version in models if version != engine.version])
+            engine.load(version, paths[version])
+        elif action < 0.2 and tickets:
+            removed = engine.remove(tickets.pop(rng.randrange(len(tickets))))
+            done |= {removed.sample_id: removed} if removed else {}
+        elif action < (0.22 if engine.rebuilding else 0.5):
+            joining = [
+                request(f"{asked + i}", rng.choice([1, 2, 9, 30]), rng.choice([2, 9, 25]))
+                for i in range(rng.randint(0, engine.slots - engine.running))
+            ]
+            asked += len(joining)
+            tickets += engine.add(joining)
+        else:
+            done |= {generation.sample_id: generation for _, generation in engine.step()}
+    assert halves > 5
+    for generation in done.values():
+        assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
+
+
+@pytest.mark.usefixtures("all_at_once")
 def test_keep_leaves_the_old_cache_in_place(tmp_path):
     """`keep` is the cheap choice: same past tokens, but the future reads keys of the old weights."""
     done = {}
@@ -219,7 +287,8 @@ def test_keep_leaves_the_old_cache_in_place(tmp_path):
         steps(engine, 8)
         before = engine.forward_passes
         engine.load(1, save_weights(tmp_path / "1.safetensors", seed=1))
-        assert engine.forward_passes - before == (0 if choice == "keep" else 1)
+        steps(engine, 1)
+        assert engine.forward_passes - before == (1 if choice == "keep" else 2)
         done[choice] = run(engine, [])["r"]
         assert done[choice].segments == ((0, 8), (1, 12))
     assert done["keep"].tokens[:8] == done["recompute"].tokens[:8]
