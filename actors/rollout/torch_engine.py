@@ -50,9 +50,11 @@ from actors.rollout.sampling import I64, sample, uniforms
 # Of deterministic decoding: what lengths are rounded up to, and the rows of a prefill forward.
 PADDED_TOKENS = 64
 PADDED_PROMPTS = 8
-# A share of a cache that is rebuilt takes about as long as this many steps of decoding. More make the gaps between
-# tokens longer, fewer the rebuilding: its steps decode a part of the rows only.
+# A share of a cache that is rebuilt takes about as long as this many steps of decoding, and these seconds at least. More
+# make the gaps between tokens longer, fewer the rebuilding: its steps decode a part of the rows only, and that costs
+# little where a step's time follows from its rows, and much where it does not, as with small models.
 REBUILD_STEPS = 3
+REBUILD_S = 0.1
 
 
 class Decoder:
@@ -270,7 +272,7 @@ class Decoder:
         if not self.rebuilding:
             return
         started = time.perf_counter()
-        self._prefill(int(REBUILD_STEPS * self._step_s * self._prefilled_per_s))
+        self._prefill(int(max(REBUILD_STEPS * self._step_s, REBUILD_S) * self._prefilled_per_s))
         took_s = time.perf_counter() - started
         self.rebuilding_s += took_s
         self.swapping_s += took_s

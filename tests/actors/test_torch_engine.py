@@ -61,12 +61,13 @@ def run(engine: Decoder, requests: list[Request], per_turn: int = 3) -> dict[str
 def one_by_one(monkeypatch):
     """The cache is rebuilt in the smallest shares."""
     monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 0)
+    monkeypatch.setattr(torch_engine, "REBUILD_S", 0)
 
 
 @pytest.fixture
 def all_at_once(monkeypatch):
     """The cache is rebuilt in one share."""
-    monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 1e12)
+    monkeypatch.setattr(torch_engine, "REBUILD_S", 1e9)
 
 
 def steps(engine: Decoder, count: int) -> None:
