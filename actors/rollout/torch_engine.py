@@ -50,9 +50,9 @@ from actors.rollout.sampling import I64, sample, uniforms
 # Of deterministic decoding: what lengths are rounded up to, and the rows of a prefill forward.
 PADDED_TOKENS = 64
 PADDED_PROMPTS = 8
-# A share of a cache that is rebuilt takes about as long as this many steps of decoding, and these seconds at least. More
-# make the gaps between tokens longer, fewer the rebuilding: its steps decode a part of the rows only, and that costs
-# little where a step's time follows from its rows, and much where it does not, as with small models.
+# A share of a cache that is rebuilt takes about as long as so many steps of decoding, and so many seconds in any case.
+# With more, the gaps between tokens are longer. With fewer, the rebuilding is, as its steps decode a part of the rows
+# only: that costs little where a step's time follows from its rows, and much where it does not, as with small models.
 REBUILD_STEPS = 3
 REBUILD_S = 0.1
 
