@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from actors.rollout import torch_engine
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine import (
     ContextTooLongError,
@@ -156,6 +157,29 @@ async def test_updates_interrupt_running_samples_between_tokens(tmp_path):
         assert [version for version, _ in generation.segments] == [0, 1, 2]
         assert sum(count for _, count in generation.segments) == 30
         assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
+
+
+async def test_new_requests_wait_until_a_cache_is_rebuilt(tmp_path, monkeypatch):
+    """To take them in at once would be to prefill all rows at once, and every answer would be silent that long."""
+    monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 0)
+    monkeypatch.setattr(torch_engine, "REBUILD_S", 0)
+    rebuilding = []
+
+    class WatchedDecoder(HeldDecoder):
+        def add(self, requests):
+            rebuilding.append(self.rebuilding)
+            return super().add(requests)
+
+    async with serving(kind=WatchedDecoder) as engine:
+        first = launch(engine, batch(6))
+        await grown(engine, 5)
+        await engine.update(1, save_weights(tmp_path / "1.safetensors", seed=1))
+        late = launch(engine, [request("late")])
+        await until(lambda: engine.stats().waiting == 1)
+        hold(engine)
+        for generation in await asyncio.gather(*first, *late):
+            assert generation.finish == "length"
+    assert rebuilding == [0, 0]
 
 
 async def test_samples_go_on_while_new_weights_are_read(tmp_path):
