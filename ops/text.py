@@ -108,7 +108,7 @@ class HfTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text; no special token is added, those that stand in it are taken as such.
 
-        In a rendered chat those that a tool told are text: see `render`.
+        Those that a tool told are text: see `quoted` and `render`.
         """
         if OPEN not in text:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -118,11 +118,15 @@ class HfTokenizer:
             tokens += self._tokenizer(piece, add_special_tokens=False, **as_text)["input_ids"] if piece else ()
         return tuple(tokens)
 
+    def quoted(self, text: str) -> str:
+        """A text whose special tokens `encode` takes for text."""
+        return self._mark.sub(lambda mark: f"{OPEN}{mark[0]}{CLOSE}", text)
+
     def _harmless(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content = message.get("content")
         if message.get("role") != "tool" or not isinstance(content, str):
             return message
-        return {**message, "content": self._mark.sub(lambda mark: f"{OPEN}{mark[0]}{CLOSE}", content)}
+        return {**message, "content": self.quoted(content)}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer, without special tokens."""

@@ -44,6 +44,9 @@ class Tokenizer(Spells, Protocol):
     def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a text that begins a conversation, as it stands."""
 
+    def quoted(self, text: str) -> str:
+        """A text whose special tokens `encode` takes for text."""
+
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Chat messages as text, by the model's chat template, ready for the answer."""
 
@@ -110,7 +113,9 @@ class Conversation:
             if not self.tokens:
                 self.tokens = self._tokenizer.encode_prompt(self._prompt)
             for message in new:
-                self.tokens += self._tokenizer.encode(str(message["content"]))
+                content = str(message["content"])
+                told = self._tokenizer.quoted(content) if message.get("role") == "tool" else content
+                self.tokens += self._tokenizer.encode(told)
         else:
             told = self._tokenizer.render([*self._prompt, *self.messages, *new], self._tools)
             glue = self._glue(told)

@@ -250,6 +250,10 @@ class FakeTokenizer:
         """See `actors.episode.conversation.Tokenizer`."""
         return tuple(text.encode())
 
+    def quoted(self, text: str) -> str:
+        """See `actors.episode.conversation.Tokenizer`: there are no special tokens here."""
+        return text
+
     def render(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> str:
         """See `actors.episode.conversation.Tokenizer`: prompts are text here."""
         raise NotImplementedError

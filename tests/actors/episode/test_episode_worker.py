@@ -35,6 +35,9 @@ class Digits:
 
     encode = encode_prompt
 
+    def quoted(self, text: str) -> str:
+        return text
+
     def render(self, messages: Any, tools: Any = ()) -> str:
         raise NotImplementedError
 
