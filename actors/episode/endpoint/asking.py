@@ -20,13 +20,13 @@ NOT_A_TEMPLATES = {
 """Parameters of Transformers' `apply_chat_template` itself; all others are the template's."""
 
 
-def ask_chat(body: ChatBody, session: Session, limit: int) -> Question:
+async def ask_chat(body: ChatBody, session: Session, limit: int) -> Question:
     """The question of a chat. Raises `ApiError`."""
     tools = [tool.for_template() for tool in body.tools] if body.tool_choice != "none" else []
-    return _asked(read_messages(body.messages), tools, body.chat_template_kwargs, body, session, limit)
+    return await _asked(read_messages(body.messages), tools, body.chat_template_kwargs, body, session, limit)
 
 
-def ask_response(body: ResponsesBody, session: Session, limit: int) -> Question:
+async def ask_response(body: ResponsesBody, session: Session, limit: int) -> Question:
     """The question of the responses API. Raises `ApiError`."""
     messages = read_items(body.input)
     if body.previous_response_id is not None:
@@ -40,7 +40,7 @@ def ask_response(body: ResponsesBody, session: Session, limit: int) -> Question:
     if not messages:
         raise bad("input: it must hold a message", "input")
     tools = [tool.for_template() for tool in body.tools] if body.tool_choice != "none" else []
-    return _asked(messages, tools, {}, body, session, limit)
+    return await _asked(messages, tools, {}, body, session, limit)
 
 
 def conversation(node: Node) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def conversation(node: Node) -> list[dict[str, Any]]:
     return [message for node in reversed(line) for message in (*node.new, node.message)]
 
 
-def _asked(
+async def _asked(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     options: dict[str, Any],
@@ -81,24 +81,25 @@ def _asked(
         last = int(parent.answer.tokens[-1]) if len(parent.answer.tokens) else None
         after = text_after(session.tokenizer, shown, at, last, tools, options)
         if after is not None:
-            tokens = (*parent.tokens, *session.tokenizer.encode(after))
+            tokens = (*parent.tokens, *await session.encoding.encode(after))
     if tokens is None:
         parent, at = None, -1
         try:
-            tokens = session.tokenizer.encode(session.tokenizer.render(shown, tools, **options))
+            rendered = session.tokenizer.render(shown, tools, **options)
         except UserError as error:
             raise bad(f"The model's chat template refuses these messages: {error.message[:500]}", "messages") from None
+        tokens = await session.encoding.encode(rendered)
     return _question(tokens, parent, known, messages[at + 1 :], "", body, session, limit, bool(tools))
 
 
-def ask_texts(body: CompletionBody, session: Session, limit: int) -> list[Question]:
+async def ask_texts(body: CompletionBody, session: Session, limit: int) -> list[Question]:
     """The questions of a completion, one for each prompt. Raises `ApiError`."""
-    return [_text_asked(prompt, body, session, limit) for prompt in body.prompts]
+    return [await _text_asked(prompt, body, session, limit) for prompt in body.prompts]
 
 
-def _text_asked(prompt: str | list[int], body: CompletionBody, session: Session, limit: int) -> Question:
+async def _text_asked(prompt: str | list[int], body: CompletionBody, session: Session, limit: int) -> Question:
     if isinstance(prompt, str):
-        parent, tokens = _gone_on(prompt, session)
+        parent, tokens = await _gone_on(prompt, session)
         return _question(tokens, parent, "", [], prompt, body, session, limit, False)
     ids = tuple(prompt)
     if any(not 0 <= token < 1 << 31 for token in ids):
@@ -106,24 +107,24 @@ def _text_asked(prompt: str | list[int], body: CompletionBody, session: Session,
     return _question(ids, session.tree.longest_tokens(ids), "", [], "", body, session, limit, False)
 
 
-def _gone_on(prompt: str, session: Session) -> tuple[Node | None, tuple[int, ...]]:
+async def _gone_on(prompt: str, session: Session) -> tuple[Node | None, tuple[int, ...]]:
     """The answer that a text goes on from, if it does, and its tokens.
 
     What ended the answer, the text does not show. A stop string that the text repeats is the model's own. An end token
     that the text leaves out is not put back: the model's tokens before it are kept, in a sequence of their own.
     """
-    encode = session.tokenizer.encode
+    encoding = session.encoding
     node = session.tree.longest_text(prompt)
     if node is None:
-        return None, session.tokenizer.encode_prompt(prompt)
+        return None, await encoding.encode_prompt(prompt)
     answer, rest = node.answer, prompt[len(node.text) :]
     if answer.finish == "length":
-        return node, (*node.tokens, *encode(rest))
+        return node, (*node.tokens, *await encoding.encode(rest))
     if answer.stopped and rest.startswith(answer.stopped):
-        return node, (*node.tokens, *encode(rest.removeprefix(answer.stopped)))
+        return node, (*node.tokens, *await encoding.encode(rest.removeprefix(answer.stopped)))
     if answer.stopped or not rest:
-        return None, session.tokenizer.encode_prompt(prompt)
-    return None, (*node.tokens[:-1], *encode(rest))
+        return None, await encoding.encode_prompt(prompt)
+    return None, (*node.tokens[:-1], *await encoding.encode(rest))
 
 
 def _question(

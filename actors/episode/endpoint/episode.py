@@ -19,6 +19,7 @@ import structlog
 from actors import clock
 from actors.episode.config import EpisodeConfig
 from actors.episode.endpoint.agents import AgentFailed, Agents
+from actors.episode.endpoint.encoding import Encoding
 from actors.episode.endpoint.messages import kept
 from actors.episode.endpoint.place import Place
 from actors.episode.endpoint.prompt_text import ChatTokenizer
@@ -66,6 +67,7 @@ class AgentEpisode:
         self._config = config
         self._place = place
         self._tokenizer = tokenizer
+        self._encoding = Encoding(tokenizer)
         self._registry = Registry(place.secret)
         token = os.environ.get(config.endpoint.token_env) or None
         self._server = Server(self._registry, config.endpoint, model, temperature, max_new_tokens, token)
@@ -91,6 +93,7 @@ class AgentEpisode:
         if self._agents is not None:
             await self._agents.close()
         await self._server.close()
+        self._encoding.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Trajectory:
         """The trajectory of a session. Raises `AgentFailed`, `GivenUp`."""
@@ -104,6 +107,7 @@ class AgentEpisode:
             sample,
             policy,
             self._tokenizer,
+            self._encoding,
             task,
             note_writer(self._bus, prompt, len(notes)) if self.external else None,
         )

@@ -115,7 +115,7 @@ class Server:
         body = read_body(ChatBody, await self._read(request))
         async with self._served(request) as place:
             session = place.session
-            exchange = await self._asked(request, place, ask_chat(body, session, self._limit))
+            exchange = await self._asked(request, place, await ask_chat(body, session, self._limit))
             if body.stream:
                 return await self._streamed(request, body, [exchange], chat.stream(body, session, exchange))
             nodes = await exchange.nodes()
@@ -125,7 +125,7 @@ class Server:
         body = read_body(CompletionBody, await self._read(request))
         async with self._served(request) as place:
             session = place.session
-            questions = ask_texts(body, session, self._limit)
+            questions = await ask_texts(body, session, self._limit)
             asked = [await self._asked(request, place, question) for question in questions]
             if body.stream:
                 return await self._streamed(request, body, asked, completions.stream(body, session, asked))
@@ -136,7 +136,7 @@ class Server:
         body = read_body(ResponsesBody, await self._read(request))
         async with self._served(request) as place:
             session = place.session
-            exchange = await self._asked(request, place, ask_response(body, session, self._limit))
+            exchange = await self._asked(request, place, await ask_response(body, session, self._limit))
             if body.stream:
                 return await self._streamed(request, body, [exchange], responses.stream(body, session, exchange))
             (node,) = await exchange.nodes()

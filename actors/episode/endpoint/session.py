@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from actors import clock
+from actors.episode.endpoint.encoding import Encoding
 from actors.episode.endpoint.errors import ApiError, bad
 from actors.episode.endpoint.formats import Reading
 from actors.episode.endpoint.messages import digest, fingerprint, kept, read_kept
@@ -168,6 +169,7 @@ class Session:
         sample_id: str,
         policy: Policy,
         tokenizer: ChatTokenizer,
+        encoding: Encoding,
         task: dict[str, Any] | None = None,
         notes: Notes | None = None,
     ) -> None:
@@ -175,6 +177,7 @@ class Session:
         self.sample_id = sample_id
         self.policy = policy
         self.tokenizer = tokenizer
+        self.encoding = encoding
         self.task = task or {}
         self.tree = Tree()
         self._notes = notes

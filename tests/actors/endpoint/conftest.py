@@ -28,3 +28,4 @@ async def endpoint(tokenizer: HfTokenizer, request: pytest.FixtureRequest) -> As
     for session in endpoint.sessions:
         await session.close()
     await endpoint.server.close()
+    endpoint.encoding.close()

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 
 from actors.episode.endpoint.config import EndpointConfig
+from actors.episode.endpoint.encoding import Encoding
 from actors.episode.endpoint.registry import Registry
 from actors.episode.endpoint.server import Server
 from actors.episode.endpoint.session import Session
@@ -22,6 +23,7 @@ class Endpoint:
 
     def __init__(self, tokenizer: HfTokenizer, **config: Any) -> None:
         self.tokenizer = tokenizer
+        self.encoding = Encoding(tokenizer)
         self.registry = Registry(SECRET)
         self.config = EndpointConfig(**{"wait_s": 0.2} | config)
         self.server = Server(self.registry, self.config, "policy", 1.0, 200)
@@ -35,7 +37,7 @@ class Endpoint:
 
     async def open(self, say: Callable[[str, int], Any], sample: str = "3-1", pause_s: float = 0.0) -> Session:
         policy = FakePolicy(self.tokenizer, say, pause_s)
-        session = Session(self.registry.key_of(sample), sample, policy, self.tokenizer)
+        session = Session(self.registry.key_of(sample), sample, policy, self.tokenizer, self.encoding)
         await self.registry.open(session, offered=False)
         self.sessions.append(session)
         return session

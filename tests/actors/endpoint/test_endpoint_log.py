@@ -83,7 +83,7 @@ async def test_what_was_refused_costs_a_session_nothing_in_its_next_life(
         return [7, 8]
 
     policy = FakePolicy(tokenizer, say)
-    session = Session(endpoint.registry.key_of("3-1"), "3-1", policy, tokenizer)
+    session = Session(endpoint.registry.key_of("3-1"), "3-1", policy, tokenizer, endpoint.encoding)
     endpoint.sessions.append(session)
     await session.restore(recorded, [])
     assert [node.number for node in session.tree.heard] == [0, 5]

@@ -256,7 +256,9 @@ async def test_a_session_is_made_again_from_what_was_recorded_of_it(endpoint: En
             self.asked.append(args[0])
             return next(kept)
 
-    again = Session(session.key, session.sample_id, Log(endpoint.tokenizer, lambda p, c: ""), endpoint.tokenizer)
+    again = Session(
+        session.key, session.sample_id, Log(endpoint.tokenizer, lambda p, c: ""), endpoint.tokenizer, endpoint.encoding
+    )
     await again.restore(recorded, notes)
     session.tree.at(1, 1).reward = 0.5  # type: ignore[union-attr]
     before, after = rollout(session), rollout(again)
