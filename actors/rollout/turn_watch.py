@@ -22,6 +22,7 @@ from bus.port import Bus
 from schemas import Turn
 
 LOOK_EVERY_S = 0.05
+TOLD_SHARE = 256  # an answer that was told as far as n tokens is told again n / 256 tokens further on
 MARGIN_TOKENS = 16  # before the new ones, beside those that a string can span, when it is looked for
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -100,7 +101,7 @@ class TurnWatch:
             await asyncio.sleep(LOOK_EVERY_S)
             lengths = self._engine.lengths()
             for name, running in list(self._running.items()):
-                if running.turn.listener and lengths.get(name, 0) > running.told:
+                if running.turn.listener and lengths.get(name, 0) - running.told > running.told // TOLD_SHARE:
                     await self._tell(running)
             stoppable = [running for running in self._running.values() if running.turn.stop]
             starts = {running.turn.id: running.looks_from for running in stoppable}
@@ -111,7 +112,8 @@ class TurnWatch:
         turn = running.turn
         if self._bus is None or (generation := self._engine.snapshot(turn.id)) is None:
             return
-        # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it.
+        # What somebody has read cannot be taken back: whoever goes on if this worker dies must keep it. Each time that
+        # is the whole prefix, so the steps grow with it: else the bytes grow with the square of the answer's length.
         await self._bus.publish(partial_of(generation, self._name))
         told = {
             "turn": turn.id,

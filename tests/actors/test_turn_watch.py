@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from actors.rollout import turn_watch
 from actors.rollout.engine import Generation
 from actors.rollout.turn_watch import TurnWatch, stop_of
 from bus.memory import MemoryBus, MemoryHub
@@ -87,3 +89,56 @@ def test_the_first_stop_string_ends_an_answer_where_its_last_token_is() -> None:
     assert stop_of(tokens, ["da", "cd"], decode) == (4, "cd")
     assert stop_of(tokens, ["x"], decode) is None
     assert stop_of(tokens, [], decode) is None
+
+
+async def stored_for(length: int) -> tuple[int, int]:
+    """Tokens that are stored, and tokens that are told, while an answer grows to a length, one for each look."""
+    stored = told = made = 0
+
+    class Growing:
+        def lengths(self) -> dict[str, int]:
+            nonlocal made
+            made += 1
+            return {turn.id: made}
+
+        def tokens(self, starts: Any) -> dict[str, tuple[int, ...]]:
+            return {}
+
+        def snapshot(self, sample_id: str) -> Generation:
+            return Generation(sample_id, (7,), (0,) * made, (0.0,) * made, ((3, made),), None)
+
+    class Listened:
+        async def publish(self, partial: Partial) -> None:
+            nonlocal stored
+            stored += len(partial.tokens)
+
+        async def tell(self, listener: str, what: Any) -> None:
+            nonlocal told
+            assert what["start"] == told
+            told += len(what["tokens"]) // 4
+
+    async def generating() -> Any:
+        while made < length:
+            await asyncio.sleep(0)
+        return growing.snapshot(turn.id), None, 0
+
+    turn = dataclasses.replace(TURN, stop=[])
+    growing, listened = Growing(), Listened()
+    watch = TurnWatch(cast("Any", listened), cast("Any", growing), decode, "rollout-0")
+    watching = asyncio.create_task(watch.watch())
+    try:
+        async with asyncio.timeout(20):
+            await watch.generate(turn, generating())
+    finally:
+        watching.cancel()
+        [end] = await asyncio.gather(watching, return_exceptions=True)
+    assert isinstance(end, asyncio.CancelledError), end
+    return stored, told
+
+
+async def test_what_is_stored_for_a_listener_grows_with_the_answer_and_not_with_its_square(monkeypatch: Any) -> None:
+    monkeypatch.setattr(turn_watch, "LOOK_EVERY_S", 0.0)
+    for length in (100, 1000, 4000):
+        stored, told = await stored_for(length)
+        assert length - told <= length // turn_watch.TOLD_SHARE + 2
+        assert stored <= length * (turn_watch.TOLD_SHARE + 1)
