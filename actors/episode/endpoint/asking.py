@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from actors.episode.endpoint.bodies import Body, ChatBody, CompletionBody, ResponsesBody
@@ -94,7 +95,11 @@ async def _asked(
 
 async def ask_texts(body: CompletionBody, session: Session, limit: int) -> list[Question]:
     """The questions of a completion, one for each prompt. Raises `ApiError`."""
-    return [await _text_asked(prompt, body, session, limit) for prompt in body.prompts]
+    questions = []
+    for prompt in body.prompts:
+        questions.append(await _text_asked(prompt, body, session, limit))
+        await asyncio.sleep(0)  # many short texts are as much work as a long one
+    return questions
 
 
 async def _text_asked(prompt: str | list[int], body: CompletionBody, session: Session, limit: int) -> Question:

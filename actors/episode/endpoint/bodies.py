@@ -11,6 +11,8 @@ from actors.episode.endpoint.errors import bad, from_validation
 from actors.episode.policy import CHOICES_MAX
 
 STOPS_MAX = 16
+MESSAGES_MAX = 10_000
+PROMPTS_MAX = 256  # of a completion: each is a turn of its own
 ID_CHARS_MAX = 200
 
 B = TypeVar("B", bound="Body")
@@ -138,7 +140,7 @@ class Body(BaseModel):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=10_000)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MESSAGES_MAX)
     stream_options: StreamOptions = StreamOptions()
     logprobs: Flag = False
     top_logprobs: int = Field(0, strict=True, ge=0, le=20)
@@ -174,6 +176,8 @@ class CompletionBody(Body):
             raise ValueError(f"The parameter best_of is not supported: {REMEDIES['best_of']}.")
         if self.prompt in ([], [[]]):
             raise ValueError("prompt: it must hold a text or token ids")
+        if len(self.prompts) > PROMPTS_MAX:
+            raise ValueError(f"prompt: it must hold at most {PROMPTS_MAX} prompts: send the others in another request")
         return self
 
     @property
@@ -208,7 +212,7 @@ class TextOptions(BaseModel):
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
-    input: str | list[dict[str, Any]] = ""
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MESSAGES_MAX)] = ""
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=ID_CHARS_MAX)
     max_output_tokens: Count | None = None

@@ -39,7 +39,7 @@ class EndpointConfig(Config):
         "drop", description="what becomes of a session that ended by silence: dropped, or scored as it is"
     )
     body_mib_max: int = Field(
-        2, ge=1, le=64, description="size of a request's body; a MiB of text can hold up the worker for 1.5 s"
+        2, ge=1, le=64, description="size of a request's body; reading a MiB can hold up the worker for 0.4 s"
     )
 
     @model_validator(mode="after")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import types
 from typing import Any
 
 import pytest
 
 from actors.episode.endpoint import encoding
+from actors.episode.endpoint.asking import ask_texts
+from actors.episode.endpoint.bodies import CompletionBody
 from tests.actors.endpoint.serving import Endpoint
 
 LONG = "x" * encoding.LONG_CHARS
@@ -68,3 +72,47 @@ async def test_a_long_text_comes_to_the_tokens_of_a_short_one(endpoint: Endpoint
             await asyncio.sleep(0)
 
     await asyncio.gather(long(), long(), short())
+
+
+async def longest_silence_s(work: asyncio.Future[Any]) -> float:
+    """Of the loop, until the work is done."""
+    last, longest = time.perf_counter(), 0.0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        last, longest = now, max(longest, now - last)
+    await work
+    return longest
+
+
+async def test_the_thread_leaves_the_loop_its_turn(endpoint: Endpoint) -> None:
+    """A tokenizer that did not let go of the interpreter would hold up the loop from its thread as well."""
+    text = "hello wor " * 50_000
+    for _ in range(5):  # a machine that is busy otherwise may be silent too, but not each time
+        begun = time.perf_counter()
+        here = endpoint.tokenizer.encode(text)
+        alone_s = time.perf_counter() - begun
+        there = asyncio.ensure_future(endpoint.encoding.encode(text))
+        if await longest_silence_s(there) < alone_s / 2:
+            assert there.result() == here
+            return
+    raise AssertionError(f"the loop was silent for more than half of the {alone_s:.2f} s that encoding takes")
+
+
+async def test_many_short_texts_leave_others_their_turn(endpoint: Endpoint) -> None:
+    session, most = await endpoint.open(lambda *_: "b"), 0
+    encode_prompt, encoded = endpoint.tokenizer.encode_prompt, 0
+
+    def counted(text: Any) -> tuple[int, ...]:
+        nonlocal encoded
+        encoded += 1
+        return encode_prompt(text)
+
+    endpoint.encoding._here = types.SimpleNamespace(encode_prompt=counted)  # type: ignore[assignment]
+    body = CompletionBody.model_validate({"prompt": ["a"] * 64})
+    asking = asyncio.create_task(ask_texts(body, session, 8))
+    while not asking.done():
+        before = encoded
+        await asyncio.sleep(0)
+        most = max(most, encoded - before)
+    assert (len(await asking), encoded, most) == (64, 64, 1)
