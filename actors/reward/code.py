@@ -10,9 +10,10 @@ each with a `weight`, 1 if it has none. Inputs enter the sandbox; what is expect
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from actors.reward import TESTS_MAX
@@ -26,7 +27,6 @@ from schemas.errors import UserError
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
 FAILURES = ("wrong", "failed", "compile_error", "timeout", "memory", "output", "forbidden", "no_program")
 """Parts of the verdict: how many tests ended so. `no_program` is 1 if the reply held none."""
-_NAMES = {"ok": "wrong", "killed": "failed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,10 @@ class Test:
 class CodeReward:
     """The reward function, with a sandbox of its own. It is closed with its process, or by `close`."""
 
-    def __init__(self, options: Options, total_s: float) -> None:
+    def __init__(self, options: Options, total_s: float, timeout_s: float) -> None:
         self._options = options
         self._total_s = total_s
+        self._timeout_s = timeout_s
         self._sandbox = Sandbox(options.limits(), children=1)
         self._sandbox.start()
 
@@ -95,6 +96,7 @@ class CodeReward:
 
         Raises `ValueError` for a row without tests, and `SandboxLost` if the sandbox fails.
         """
+        until = time.monotonic() + self._timeout_s
         options = self._options
         tests = read_tests(task.get(options.tests_key), options.tests_key)
         said = behind(response, options.after)
@@ -102,7 +104,7 @@ class CodeReward:
         if program is None:
             return _scored(0.0, 0, len(tests), Counter(no_program=1))
         with self._sandbox.borrow() as box:
-            return grade(box, program, tests, options, self._total_s)
+            return grade(box, program, tests, options, self._total_s, until)
 
     def close(self) -> None:
         """End the sandbox."""
@@ -120,11 +122,17 @@ def load(options: Options, setting: Setting) -> CodeReward:
                 f"Raise reward.timeout_s to {math.ceil(options.total_time_s / SHARE_OF_TIMEOUT)} or more.",
             )
         total = options.total_time_s
-    return CodeReward(options, total)
+    return CodeReward(options, total, setting.timeout_s)
 
 
-def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total_s: float) -> dict[str, Any]:
-    """Run the tests one after another. Raises `SandboxLost` if the sandbox fails, which says nothing of the program."""
+def grade(
+    box: Box, program: str, tests: Sequence[Test], options: Options, total_s: float, until: float = math.inf
+) -> dict[str, Any]:
+    """Run the tests one after another, for `total_s` together. A run that ended from outside does not count into that.
+
+    Raises `SandboxLost` if that happens again and again, or one more run might end after `until`, a reading of
+    `time.monotonic`: it says nothing of the program.
+    """
     limits = options.limits()
     left, passed, earned = total_s, 0, 0.0
     failures: Counter[str] = Counter()
@@ -132,7 +140,8 @@ def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total
         if left <= 0:
             failures["timeout"] += len(tests) - number
             break
-        result = box.run(program, test.stdin, call=test.call, limits=limits, total_s=left)
+        time_s = min(limits.time_s, left)
+        result = box.run(program, test.stdin, call=test.call, limits=replace(limits, time_s=time_s), until=until)
         left -= result.seconds
         if result.status == "compile_error":  # of all tests alike
             failures["compile_error"] = len(tests) - number
@@ -141,7 +150,7 @@ def grade(box: Box, program: str, tests: Sequence[Test], options: Options, total
             passed += 1
             earned += test.weight
         else:
-            failures[_NAMES.get(result.status, result.status)] += 1
+            failures["wrong" if result.status == "ok" else result.status] += 1
             if options.score == "all":
                 break
     reward = {

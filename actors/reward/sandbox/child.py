@@ -7,6 +7,7 @@ import select
 import subprocess
 import time
 from pathlib import Path
+from signal import SIGKILL, SIGSYS, SIGXCPU
 
 from actors.reward.sandbox.inside import ENDS, HEAD, NONCE_BYTES, REQUEST
 from actors.reward.sandbox.limits import Call, Limits, Result, SandboxLost, Status
@@ -67,6 +68,8 @@ class Child:
             self.kill()
             return Result("memory", "", "", time.monotonic() - begin)
         self.clean = clean
+        if not ENDS[end] and code == -SIGKILL and report not in REPORT_KINDS:  # it cannot have sent that itself
+            raise SandboxLost(f"the program was killed from outside after {seconds:.1f} s")
         value = None
         if call is not None and report.startswith(b"V"):
             value = report[1:].decode("utf-8", "replace")
@@ -148,16 +151,14 @@ class _TooMuchMemory(Exception):
 
 
 def _status(limit: str, code: int, report: bytes) -> Status:
-    if limit == "timeout" or code == -24:  # SIGXCPU
+    if limit == "timeout" or code == -SIGXCPU:
         return "timeout"
     if limit == "output":
         return "output"
-    if code == -31:  # SIGSYS
+    if code == -SIGSYS:
         return "forbidden"
     if report in REPORT_KINDS:
         return REPORT_KINDS[report]
-    if code == -9:  # SIGKILL
-        return "killed"
     return "ok" if code == 0 else "failed"
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from actors.reward.sandbox.runtime import Runtime, compiled_supervisor, find_runtime, seen_by_others
-from actors.reward.sandbox.seccomp import bpf
+from actors.reward.sandbox.seccomp import bpf, bpf_without_sigkill
 from schemas.errors import UserError
 
 INSTALL = "Install bubblewrap 0.8 or newer: apt-get install bubblewrap (or: dnf, pacman, apk)."
@@ -161,7 +161,8 @@ def _command(bwrap: str, runtime: Runtime, sources: dict[Path, Path], tmp_bytes:
         words += ["--dev-bind", device, device]
     words += ["--remount-ro", "/dev", "--perms", "0444", "--ro-bind-data", "PROGRAM", "/supervisor.pyc"]
     words += ["--remount-ro", "/", "--chdir", "/tmp", "--seccomp", "SECCOMP", "--"]
-    return [*words, str(runtime.interpreter), "-I", "-S", "-X", "utf8", "/supervisor.pyc"]
+    words += [str(runtime.interpreter), "-I", "-S", "-X", "utf8", "/supervisor.pyc"]
+    return [*words, bpf_without_sigkill().hex()]
 
 
 @contextlib.contextmanager

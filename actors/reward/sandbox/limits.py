@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Status = Literal["ok", "failed", "killed", "compile_error", "timeout", "memory", "output", "forbidden"]
+Status = Literal["ok", "failed", "compile_error", "timeout", "memory", "output", "forbidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,9 @@ class Call:
 class Result:
     """What came of one run. All text is the program's and may be anything.
 
-    `ok`: it ended with exit status 0. `failed`: it raised, exited otherwise, or died of a signal. `killed`: of SIGKILL,
-    three times out of three; whether it killed itself or somebody outside did cannot be told of one time.
-    `compile_error`: it is no Python. `timeout`, `memory`, `output`: it went over that limit, of which
-    `output` is that of files, too. `forbidden`: it made a
-    system call that no such program needs, see `seccomp`.
+    `ok`: it ended with exit status 0. `failed`: it raised, exited otherwise, or died of a signal. `compile_error`: it
+    is no Python. `timeout`, `memory`, `output`: it went over that limit, of which `output` is that of files, too.
+    `forbidden`: it made a system call that no such program needs, see `seccomp`; to send SIGKILL is one.
 
     Example: `Result("ok", "5\\n", "", seconds=0.004)`.
     """
@@ -68,4 +66,4 @@ class Result:
 
 
 class SandboxLost(Exception):
-    """The sandbox died, or could not be started, for a reason outside of the program. Nothing is known about it."""
+    """The program was killed from outside, or its sandbox died or could not be started. Nothing is known about it."""

@@ -64,7 +64,7 @@ class Sandbox:
     ) -> Result:
         """What came of `program`, given `stdin`. Cancelled, it kills the program.
 
-        Raises `SandboxLost` if the sandbox died three times for reasons outside of the program.
+        Raises `SandboxLost` if it was killed from outside, or its sandbox died, three times.
         """
         assert self._threads is not None, "start the sandbox before"
         box = Box(self)
@@ -161,15 +161,14 @@ class Box:
         *,
         call: Call | None = None,
         limits: Limits | None = None,
-        total_s: float = math.inf,
+        until: float = math.inf,
     ) -> Result:
-        """Run it; again in a fresh sandbox, at most twice if a sandbox died, at most twice if the program was killed.
+        """Run it. If it is killed from outside, or its sandbox dies, it is run again in a fresh one, at most twice.
 
-        They are counted apart: who was killed once is not blamed for the deaths of its sandboxes. The runs that were
-        killed count into the result's seconds, and all runs together end after `total_s`: a program that sleeps and
-        kills itself would get three times its time. Raises `SandboxLost`.
+        Each run has the whole time of its limits, or is not begun if that would end after `until`, a reading of
+        `time.monotonic`. Raises `SandboxLost`.
         """
-        lost, kills, spent_s = 0, 0, 0.0
+        lost = 0
         limits = limits or self._pool.limits
         while True:
             try:
@@ -177,9 +176,8 @@ class Box:
                     self._child = self._pool._take()
                 if self._cancelled:
                     raise SandboxLost("the run was cancelled")
-                left_s = min(limits.time_s, total_s - spent_s)
-                result = self._child.run(program, stdin, call, replace(limits, time_s=left_s))
-            except SandboxLost:
+                result = self._child.run(program, stdin, call, limits)
+            except SandboxLost as error:
                 if self._child is not None:
                     self._child.kill()
                 self._drop()
@@ -187,14 +185,12 @@ class Box:
                 if lost == ATTEMPTS or self._cancelled:
                     raise
                 time.sleep(0.05 * lost)
+                if time.monotonic() + limits.time_s > until:
+                    raise SandboxLost(f"{error}; this call has too little time left to run it again") from error
             else:
-                spent_s += result.seconds
-                kills += result.status == "killed"
-                again = result.status == "killed" and kills < ATTEMPTS and spent_s < total_s
-                if again or not self._child.clean:
+                if not self._child.clean:
                     self._drop()
-                if not again:
-                    return replace(result, seconds=spent_s)
+                return result
 
     def run_once(self, program: str, stdin: str, call: Call | None, limits: Limits | None) -> Result:
         """Take a place, run, and give it back."""

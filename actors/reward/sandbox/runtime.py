@@ -70,11 +70,15 @@ def find_runtime() -> Runtime:
     return Runtime(interpreter, trees, tuple(dict.fromkeys(hidden)), links)
 
 
+def supervisor_source() -> str:
+    """`inside.py`."""
+    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+
+
 @functools.cache
 def compiled_supervisor() -> bytes:
     """`inside.py` as the bytes of a .pyc file: to compile it in each sandbox would cost more than to start it."""
-    path = Path(__file__).with_name("inside.py")
-    code = compile(path.read_text(encoding="utf-8"), "supervisor", "exec", dont_inherit=True, optimize=2)
+    code = compile(supervisor_source(), "supervisor", "exec", dont_inherit=True, optimize=2)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 

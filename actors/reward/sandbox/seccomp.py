@@ -1,8 +1,10 @@
-"""A filter of system calls, as the kernel's BPF takes it: what no program of an answer needs is not there.
+"""Filters of system calls, as the kernel's BPF takes them: what no program of an answer needs is not there.
 
 Namespaces hide the host already. The filter takes away the network calls themselves, the memory that no other limit
 counts (System V shared memory, memfd), the ways into other processes, and the kernel's most attacked corners. A process
 that makes such a call is killed by SIGSYS, which tells the parent `forbidden`.
+
+A second filter, which the supervisor is free of, takes SIGKILL away from the program: a SIGKILL then came from outside.
 """
 
 import platform
@@ -13,7 +15,9 @@ from schemas.errors import UserError
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+_AND = 0x54
+_NR, _ARCH = 0, 4  # offsets in struct seccomp_data, little-endian
+_ARG0, _ARG1, _ARG2, _ARG2_HIGH = 16, 24, 32, 36
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
 
@@ -40,21 +44,24 @@ REFUSED = {
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "setpriority": (141, 140),
 }  # fmt: skip
 """Fails with EPERM. A process may call them on others of its user: a program could starve its supervisor."""
+SIGNALS = {
+    "kill": (62, 129, _ARG1), "pidfd_send_signal": (424, 424, _ARG1), "rt_sigqueueinfo": (129, 138, _ARG1),
+    "rt_tgsigqueueinfo": (297, 240, _ARG2), "tgkill": (234, 131, _ARG2), "tkill": (200, 130, _ARG1),
+}  # fmt: skip
+"""The last is where the signal's number is."""
 _PRLIMIT = (302, 261)
+_SETRLIMIT = (160, 164)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
+_FCNTL = (72, 25)
+_TIMER_CREATE = (222, 107)
+_SIGKILL, _F_SETSIG, _RLIMIT_CPU, _EXIT_SIGNAL = 9, 10, 0, 0xFF
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def bpf(machine: str | None = None) -> bytes:
     """The filter for a machine, by default this one. Raises `UserError` for one whose numbers are not known."""
-    machine = machine or platform.machine()
-    if machine not in _MACHINES:
-        raise UserError(
-            f"The sandbox for code does not know the system calls of {machine}, only of {', '.join(_MACHINES)}.",
-            "Run reward workers for code on such a machine.",
-        )
-    column, architecture = _MACHINES[machine]
+    column, architecture = _known(machine)
     kill = [_instruction(_RETURN, _KILL_PROCESS)]
     body = [
         _instruction(_LOAD, _ARCH),
@@ -84,6 +91,61 @@ def bpf(machine: str | None = None) -> bytes:
         _instruction(_RETURN, _ALLOW),
     ]
     return b"".join(body)
+
+
+def bpf_without_sigkill(machine: str | None = None) -> bytes:
+    """The filter, to be added to the first, for who must not be able to end itself by SIGKILL, in whatever way.
+
+    Signals of that number may be sent to nobody: a process has as many numbers as threads. Nor may the kernel be made
+    to send one: by a timer, by input or by the end of a child, or by a limit of CPU time that is set lower (EPERM).
+    """
+    column, _ = _known(machine)
+    kill, allow = _instruction(_RETURN, _KILL_PROCESS), _instruction(_RETURN, _ALLOW)
+    refuse = _instruction(_RETURN, _ERRNO | _EPERM)
+
+    def call(number: int, *rules: bytes) -> list[bytes]:
+        """`rules` for a system call; whoever comes to their end is allowed."""
+        return [_instruction(_JUMP_EQUAL, number, 0, len(rules) + 1), *rules, allow]
+
+    def sends(argument: int) -> list[bytes]:
+        return [_instruction(_LOAD, argument), _instruction(_JUMP_EQUAL, _SIGKILL, 0, 1), kill]
+
+    program = [_instruction(_LOAD, _NR)]
+    for *numbers, argument in SIGNALS.values():
+        program += call(numbers[column], *sends(argument))
+    program += call(_TIMER_CREATE[column], kill)  # the number lies in memory, where no filter looks
+    program += call(
+        _FCNTL[column], _instruction(_LOAD, _ARG1), _instruction(_JUMP_EQUAL, _F_SETSIG, 0, 3), *sends(_ARG2)
+    )
+    program += call(
+        _CLONE[column],
+        _instruction(_LOAD, _ARG0),
+        _instruction(_AND, _EXIT_SIGNAL),
+        _instruction(_JUMP_EQUAL, _SIGKILL, 0, 1),
+        kill,
+    )
+    program += call(
+        _SETRLIMIT[column], _instruction(_LOAD, _ARG0), _instruction(_JUMP_EQUAL, _RLIMIT_CPU, 0, 1), refuse
+    )
+    program += call(
+        _PRLIMIT[column],
+        *(_instruction(_LOAD, _ARG1), _instruction(_JUMP_EQUAL, _RLIMIT_CPU, 0, 5)),
+        *(_instruction(_LOAD, _ARG2), _instruction(_JUMP_EQUAL, 0, 0, 2)),  # no new limit is named: it asks
+        *(_instruction(_LOAD, _ARG2_HIGH), _instruction(_JUMP_EQUAL, 0, 1, 0)),
+        refuse,
+    )
+    return b"".join([*program, allow])
+
+
+def _known(machine: str | None) -> tuple[int, int]:
+    """The column of a machine's numbers, and its architecture as the kernel calls it. Raises `UserError`."""
+    machine = machine or platform.machine()
+    if machine not in _MACHINES:
+        raise UserError(
+            f"The sandbox for code does not know the system calls of {machine}, only of {', '.join(_MACHINES)}.",
+            "Run reward workers for code on such a machine.",
+        )
+    return _MACHINES[machine]
 
 
 def _instruction(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -45,6 +45,10 @@ HONEST: list[tuple[str, str, list[tuple[Any, Any]]]] = [
      [("", "b'abc'")]),
     ("child_process", "import subprocess, sys\nprint(subprocess.check_output([sys.executable, '-c', 'print(6 * 7)']).decode())",
      [("", "42")]),
+    ("child_killed_that_takes_too_long", "import subprocess, sys\ntry: subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=0.05)\n"
+     "except subprocess.TimeoutExpired: print('late')", [("", "late")]),
+    ("child_group_killed", "import os, signal, subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'while True: pass'], start_new_session=True)\n"
+     "os.killpg(p.pid, signal.SIGKILL)\nprint(p.wait() < 0)", [("", "True")]),
     ("fork_and_pipe", "import os\nr, w = os.pipe()\nif not os.fork():\n    os.write(w, b'hi'); os._exit(0)\n"
      "os.wait(); print(os.read(r, 9).decode())", [("", "hi")]),
     ("event_loop", "import asyncio\nasync def main():\n    print(sum(await asyncio.gather(*(one(i) for i in range(9)))))\n"

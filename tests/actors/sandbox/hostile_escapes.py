@@ -98,15 +98,16 @@ for number in range(1, 65):
     ("all_killed", "", "import os, signal\nos.kill(-1, signal.SIGKILL)"),
     ("group_killed", "", "import os, signal\nos.killpg(0, signal.SIGTERM)"),
     ("host_process_killed", "failed", "import os, signal\nos.kill(<pid>, signal.SIGKILL)"),
-    ("signal_by_descriptor", "wrong", """
+    ("signals_by_descriptor", "wrong", """
 import os, signal
-signal.pidfd_send_signal(os.pidfd_open(1), signal.SIGKILL)
+parent = os.pidfd_open(1)
+for number in set(range(1, 65)) - {signal.SIGKILL}: signal.pidfd_send_signal(parent, number)
 """),
     ("signal_by_input", "wrong", """
 import fcntl, os, signal
 for fd in (0, 1, 2, 3):
     fcntl.fcntl(fd, fcntl.F_SETOWN, 1)
-    fcntl.fcntl(fd, 10, signal.SIGKILL)
+    fcntl.fcntl(fd, 10, signal.SIGSTOP)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 """),
     ("limits_of_parent", "forbidden", """

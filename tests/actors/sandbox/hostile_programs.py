@@ -161,7 +161,7 @@ head = json.dumps({"nonce": "00" * 16, "limit": "", "exit": 0, "seconds": 0.1, "
 sys.stdout.buffer.write(struct.pack(">I", len(head)) + head.encode() + b"R")
 """),
     ("a_word_that_takes_long_to_read", "wrong", "print('1' * 1000000 + 'x')"),
-    ("killed_by_itself_at_the_last_moment", "", """
+    ("killed_by_itself_at_the_last_moment", "failed", """
 import os, signal, time
 time.sleep(0.6)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -22,10 +22,11 @@ import pytest
 from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
+from tests.actors.sandbox.hostile_deaths import DEATHS
 from tests.actors.sandbox.hostile_escapes import ESCAPES
 from tests.actors.sandbox.hostile_programs import HOSTILE
 
-PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES)}
+PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS)}
 TEST_TIME_S = 0.7
 CHILDREN = 2
 LOOKS = 5

@@ -15,6 +15,7 @@ from bus.jetstream import JetStreamBus
 from bus.table import SCORED
 from ops.nats_server import NatsServer
 from schemas import Rollout, Scored
+from tests.actors.sandbox.processes import in_sandboxes, programs, words
 from tests.bus.samples import rollout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,9 +63,8 @@ class Workers:
         if kind == "worker":
             return self.family()[:1]
         if kind == "child":
-            return [process for process in self.family() if "actors.reward.child" in _words(process)]
-        inside = [process for process in self.family() if "/supervisor.pyc" in _words(process)]
-        return inside if kind == "sandbox" else [process for process in inside if _is_program(process)]
+            return [process for process in self.family() if "actors.reward.child" in words(process)]
+        return in_sandboxes(self.family()) if kind == "sandbox" else programs(self.family())
 
     def family(self) -> list[psutil.Process]:
         """The worker and all that descend from it."""
@@ -73,20 +73,6 @@ class Workers:
             worker = psutil.Process(self.process.pid)
             return [worker, *worker.children(recursive=True)]
         return []
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
-def _is_program(process: psutil.Process) -> bool:
-    """bubblewrap starts the supervisor, and that forks the program."""
-    with contextlib.suppress(psutil.Error):
-        parent = process.parent()
-        return parent is not None and "/supervisor.pyc" in _words(parent) and "bwrap" not in parent.name()
-    return False
 
 
 async def verdicts(bus: JetStreamBus) -> dict[int, Scored]:
