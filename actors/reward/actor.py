@@ -219,6 +219,7 @@ def own_verdict(rollout: Rollout) -> Verdict:
 
 def scored_of(rollout: Rollout, seq: int, verdict: Verdict, worker: str = "") -> Scored:
     """The message that tells a verdict on the rollout at `seq`."""
+    again = f" ({verdict.attempts} attempts)" if verdict.reward is None and verdict.attempts > 1 else ""
     return Scored(
         group_id=rollout.group_id,
         index=rollout.index,
@@ -230,7 +231,7 @@ def scored_of(rollout: Rollout, seq: int, verdict: Verdict, worker: str = "") ->
         verdict=verdict.status,
         reward=verdict.reward,
         parts=verdict.parts,
-        detail=verdict.detail[:4000],
+        detail=(verdict.detail + again)[:4000],
         seconds=verdict.seconds,
         worker=worker,
         token_rewards=np.array(verdict.token_rewards, "<f4"),

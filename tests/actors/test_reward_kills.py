@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import uvloop
 
+from actors.reward.actor import scored_of
 from actors.reward.verdict import Verdict
-from tests.actors.test_reward_pool import alive, eventually, request, running, verdict_of
+from tests.actors.reward_pools import request, running, verdict_of
+from tests.bus.samples import rollout
+from tests.waiting import alive, eventually
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -41,3 +44,16 @@ async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: 
         def reward(response): return 1
     """
     assert (await verdict_of(tmp_path, source)).status == "scored"
+
+
+async def test_who_is_killed_in_each_attempt_is_told_with_its_reason_and_their_number(tmp_path: Path) -> None:
+    """A person who reads of the drop must see that nobody's function is to blame, and how often it was tried."""
+    source = """
+        import os, signal
+        def reward(response): os.kill(os.getpid(), signal.SIGKILL)
+    """
+    verdict = await verdict_of(tmp_path, source, retries=2)
+    scored = scored_of(rollout(0), 1, verdict)
+    assert (scored.verdict, scored.reward) == ("error", None)
+    assert scored.detail == "the reward process failed: it was killed by SIGKILL (3 attempts)"
+    assert scored_of(rollout(0), 1, Verdict("error", detail="once")).detail == "once"

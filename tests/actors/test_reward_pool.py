@@ -5,10 +5,8 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,42 +14,10 @@ from actors.reward.config import RewardConfig
 from actors.reward.pool import PoolClosed, RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
 from schemas import UserError
+from tests.actors.reward_pools import request, running, verdict_of
+from tests.waiting import alive, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def request(response: str = "5", finish: str = "stop", **task: Any) -> RewardRequest:
-    return RewardRequest("g1/0", "2+3=", response, finish, {"answer": "5", **task}, tokens=[7, 1])  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def running(base: Path, source: str, **config: Any) -> AsyncIterator[RewardPool]:
-    (base / "rewards.py").write_text(textwrap.dedent(source))
-    pool = RewardPool(RewardConfig(function="rewards.py:reward", **config), base)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-async def verdict_of(base: Path, source: str, **config: Any) -> Verdict:
-    async with running(base, source, **config) as pool:
-        return await pool.score(request())
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second, if it ends between opening and reading
-        return False
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        await asyncio.sleep(0.02)
 
 
 async def test_a_function_gets_what_its_parameters_name_and_nothing_else(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from schemas import UserError
-from tests.actors.test_reward_pool import eventually, request, running
+from tests.actors.reward_pools import request, running
+from tests.waiting import eventually
 
 ONE = "from helper import VALUE\ndef reward(response): return VALUE\n"
 

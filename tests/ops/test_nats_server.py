@@ -18,7 +18,7 @@ from bus.table import CONTROL
 from ops import nats_server
 from ops.nats_server import NatsServer, find_binary, url_of
 from schemas import Control, UserError
-from tests.actors.test_reward_pool import alive
+from tests.waiting import alive
 
 REPOSITORY = Path(nats_server.__file__).parents[1]
 

@@ -13,7 +13,7 @@ from actors.episode.endpoint.agents import AgentFailed, Agents
 from actors.episode.endpoint.episode import check_agent
 from actors.episode.endpoint.place import Place
 from schemas import UserError
-from tests.actors.test_reward_pool import alive, eventually
+from tests.waiting import alive, eventually
 
 AGENT = """
 import json, os, subprocess, sys, time

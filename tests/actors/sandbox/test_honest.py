@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from actors.reward.verdict import RewardRequest, Verdict
+from tests.actors.sandbox.code_rewards import CHILDREN, pool_of
 from tests.actors.sandbox.honest_programs import HONEST
-from tests.actors.sandbox.test_hostile import CHILDREN, pool_of
 
 
 def as_rows(given: list[tuple[Any, Any]]) -> list[dict[str, Any]]:

@@ -19,16 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from actors.reward.verdict import RewardRequest, Verdict
-from tests.actors.sandbox.hostile_deaths import DEATHS
-from tests.actors.sandbox.hostile_escapes import ESCAPES
-from tests.actors.sandbox.hostile_programs import HOSTILE
+from tests.actors.sandbox.code_rewards import CHILDREN, PROGRAMS, TEST_TIME_S, pool_of
 
-PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS)}
-TEST_TIME_S = 0.7
-CHILDREN = 2
 LOOKS = 5
 FIND = """import re as _re
 def find(text):
@@ -88,24 +82,6 @@ async def host(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
         mark.unlink(missing_ok=True)
         server.close()
         await server.wait_closed()
-
-
-@contextlib.asynccontextmanager
-async def pool_of(
-    score: str = "fraction", test_time_s: float = TEST_TIME_S, memory_mb: int = 256
-) -> AsyncIterator[RewardPool]:
-    config = RewardConfig(
-        function="code",
-        options={"score": score, "test_time_s": test_time_s, "memory_mb": memory_mb},
-        children=CHILDREN,
-        retries=0,
-    )
-    pool = RewardPool(config)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
 
 
 def asked(host: Host, name: str) -> RewardRequest:

@@ -14,7 +14,7 @@ from actors.reward.sandbox import launch as launching
 from actors.reward.sandbox.seccomp import FORBIDDEN, SIGNALS, bpf, bpf_without_sigkill
 from actors.reward.verifiers import Setting
 from schemas import UserError
-from tests.actors.sandbox.test_hostile import PROGRAMS
+from tests.actors.sandbox.code_rewards import PROGRAMS
 
 
 @pytest.fixture(scope="module")
