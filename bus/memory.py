@@ -124,13 +124,13 @@ class _Log:
         return Ack(self.last_seq)
 
     def remove(self, seq: int) -> None:
-        """Delete one entry, if it is there."""
+        """Delete one entry, the oldest of its key, if it is there."""
         entry = self.entries.pop(seq, None)
         if entry is not None:
             self.nbytes -= len(entry.data)
-            if self._by_key.get(entry.key) == seq:
+            if self._by_key[entry.key] == seq:
                 del self._by_key[entry.key], self._firsts[entry.key]
-            elif self._firsts[entry.key] == seq:
+            else:
                 self._firsts[entry.key] = next(at for at, left in self.entries.items() if left.key == entry.key)
 
     def oldest(self, key: str) -> Entry | None:

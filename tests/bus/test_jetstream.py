@@ -71,8 +71,8 @@ async def test_a_reader_resumes_soon_after_a_kill_and_sees_each_entry_once(
     async with asyncio.timeout(20):
         while len(seen) < 301:
             await asyncio.sleep(0.005)
-    # About 0.2 s on an idle machine. Less than the client's 3.5 s, and than the 4 s (pull.SILENCE_S) after which a reader
-    # would ask again that had not noticed the new connection.
+    # About 0.2 s on an idle machine. Less than the client's 3.5 s, and than the 4 s (pull.SILENCE_S) after which a
+    # reader would ask again that had not noticed the new connection.
     assert asyncio.get_running_loop().time() - back_s < 3.4
     for group in range(301, 320):
         await bus.publish(prompt(group))

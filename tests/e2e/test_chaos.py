@@ -19,8 +19,8 @@ HUNTED = ("nats", "controller", "rollout", "reward", "reward-child", "trainer", 
 def test_processes_that_hang_are_killed_and_the_run_goes_on(launch: Callable[..., Launched]) -> None:
     """A deadlock, a stuck disk or a forgotten debugger: the process lives, so that nothing else would end the wait."""
     steps = 12
-    # More than DEAF_S + BEAT_EVERY_S = 4 s, for which everybody's silence counts when the server hangs, and two beats more
-    # that a busy machine may keep waiting.
+    # More than DEAF_S + BEAT_EVERY_S = 4 s, for which everybody's silence counts when the server hangs, and two beats
+    # more that a busy machine may keep waiting.
     run = launch(f"steps={steps}", "hung_after_s=6", "reward.function=task.py:slow_reward")
     run.until_step(2)
     hung = run.kill("trainer", signal.SIGSTOP)

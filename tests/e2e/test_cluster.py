@@ -24,9 +24,9 @@ pytestmark = pytest.mark.e2e
 
 STEPS_OF_RUN = 14
 # Servers elect a new leader 4 to 9 seconds after the old one fell silent, a pull that was lost with it is noticed after
-# another 4 (pull.SILENCE_S), and then a step is to be done, on two cores that five actors, three servers and other tests
-# share; alone it takes 6 s. Well below the 120 s after which publishers give up (PUBLISH_DEADLINE_S) and actors are
-# started anew: that would be no going on.
+# another 4 (pull.SILENCE_S), and then a step is to be done, on two cores that five actors, three servers and other
+# tests share; alone it takes 6 s. Well below the 120 s after which publishers give up (PUBLISH_DEADLINE_S) and actors
+# are started anew: that would be no going on.
 GAP_MAX_S = 40.0
 
 
