@@ -132,11 +132,9 @@ def up(
     rollstream up trainer --run runs/running-total-20250101-120000 --ranks 2   # of a run with trainer.ranks=0
     ```
     """
-    from ops.folders import find_folder
-    from schemas import UserError
+    from ops.folders import check_together, find_folder
 
-    if (nats is None) != (run_name is None):
-        raise UserError("--nats and --run-name belong together.", "Give both, or --run with the run's folder.")
+    check_together(nats, run_name, "--run with the run's folder")
     from ops import launch
 
     folder = find_folder(run_folder) if nats is None else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.reward.sources import Sources
 
-from schemas.errors import UserError
+from schemas.errors import UserError, did_you_mean
 
 
 class FunctionNotFound(UserError):
@@ -78,7 +78,7 @@ def _unreadable(spec: str, builtins: Iterable[str]) -> FunctionNotFound:
 def _suggest(name: str, known: list[str], otherwise: str) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     if near:
-        return f"Did you mean {' or '.join(near)}?"
+        return did_you_mean(near)
     return f"{otherwise}: {', '.join(sorted(known)[:12])}." if known else "Define it there, or correct the name."
 
 
@@ -92,7 +92,7 @@ def _module_from_file(spec: str, source: str, base: Path | None, sources: "Sourc
     if not path.is_file() and not (sources and str(path) in sources.kept):
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = f" {did_you_mean(near)}" if near else ""
         raise FunctionNotFound(
             f"'{spec}': there is no file {path}.", f"Give a path that is relative to the recipe's folder.{hint}"
         )

@@ -19,6 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from bus.greeting import REFUSED_REMEDY
 from bus.port import BusUnavailable
 from schemas import PAYLOAD_BYTES_MAX, UserError
 
@@ -174,7 +175,7 @@ class Connection:
         if self._refused is not None and self._refused.done() and not self._refused.cancelled():
             raise UserError(
                 f"The NATS server at {self.shown_url} refused us: {self._refused.result()}.",
-                "Give the user and password in the URL: nats://user:password@host:port.",
+                REFUSED_REMEDY,
             )
         raise UserError(
             f"No NATS server answers at {self.shown_url}: {self._last_error or 'no answer'}.",

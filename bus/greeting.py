@@ -11,6 +11,8 @@ from urllib.parse import SplitResult, unquote
 
 from schemas import UserError
 
+REFUSED_REMEDY = "Give the user and password in the URL: nats://user:password@host:port."
+
 
 def hello(credentials: SplitResult, name: str) -> bytes:
     """The `CONNECT` line, with its end; `credentials` is a server's URL with user and password, a token, or neither."""
@@ -29,8 +31,5 @@ def complaint(line: bytes) -> str:
     """The text of an `-ERR` line. Raises `UserError` if it says that we may not."""
     text = line.removeprefix(b"-ERR").decode(errors="replace").strip(" '")
     if "authorization" in text.lower() or "permissions" in text.lower():
-        raise UserError(
-            f"The NATS server refused us: {text}.",
-            "Give the user and password in the URL: nats://user:password@host:port.",
-        )
+        raise UserError(f"The NATS server refused us: {text}.", REFUSED_REMEDY)
     return text

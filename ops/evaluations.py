@@ -12,7 +12,7 @@ from bus.table import EVALUATIONS, WEIGHTS
 from ops.evaluate import eval_set, in_words, main
 from ops.host import ProcessSpec
 from ops.recipe import Recipe
-from ops.supervise import run_once
+from ops.supervise import last_words_in, run_once
 from ops.view import RunView
 from schemas import Evaluation, UserError, WeightVersion
 
@@ -49,7 +49,7 @@ async def ensure_evaluated(recipe: Recipe, where: Where, bus: Bus, view: RunView
         if version not in await read_evaluations(bus, data):
             spec = ProcessSpec((("evaluator", "evaluate"),), where.run, where.url, where.folder, recipe.to_yaml())
             output = where.folder / "logs" / "evaluate.out"
-            why = f"its process ended in order and wrote none. Its last words are in {output}."
+            why = f"its process ended in order and wrote none. {last_words_in(output)}"
             try:
                 await run_once(main, (spec, version), spec, output)
             except UserError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bus.table import EVALUATIONS, WEIGHTS
 from bus.weights import WeightsError
-from ops.folders import find_folder
+from ops.folders import NEW_FOLDER, find_folder
 from ops.host import initial_model
 from ops.log_source import LogSource, open_log
 from ops.recipe import Recipe
@@ -40,7 +40,7 @@ async def export_version(source: LogSource, folder: Path, wanted: str, out: Path
         UserError: there is no such version, its bytes are not kept any more, or `out` is in use.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already.", "Give a new folder with --out.")
+        raise UserError(f"{out} is there already.", NEW_FOLDER)
     run = await Kept.of(source, folder)
     scores = await _scores(source)
     candidates = _candidates(wanted, run, scores)

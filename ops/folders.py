@@ -12,8 +12,12 @@ from urllib.parse import urlsplit
 
 from bus.table import RUN_NAME
 from schemas import UserError
+from schemas.errors import did_you_mean
 
 RUNS = Path("runs")
+START_ONE = "Start one: rollstream run RECIPE"
+ELSEWHERE = "Give another place with --dir."
+NEW_FOLDER = "Give a new folder with --out."
 _STAMP = re.compile(r"-\d{8}-\d{6}$")
 
 
@@ -48,7 +52,7 @@ def newest_folder(name: str | None = None) -> Path:
     ]
     if not found:
         what = f"of {name} " if name else ""
-        raise UserError(f"There is no run {what}in {RUNS.absolute()}.", "Start one: rollstream run RECIPE")
+        raise UserError(f"There is no run {what}in {RUNS.absolute()}.", START_ONE)
     return max(found, key=lambda folder: (folder / "run.json").stat().st_mtime)
 
 
@@ -69,7 +73,7 @@ def find_folder(target: str | None) -> Path:
 def _known_runs(target: str = "") -> str:
     names = sorted(path.parent.name for path in RUNS.glob("*/run.json"))
     near = difflib.get_close_matches(target, names, n=1) or names[-3:]
-    return f"Did you mean {' or '.join(near)}?" if near else "Start one: rollstream run RECIPE"
+    return did_you_mean(near) if near else START_ONE
 
 
 def model_of(target: str) -> str:
@@ -84,6 +88,22 @@ def model_of(target: str) -> str:
                 raise UserError(f"The run in {folder} has no model yet: it is written at the end.", "Let the run end.")
             return str(folder / "model")
     return target
+
+
+def resuming(folder: Path) -> str:
+    """The command that goes on with a run."""
+    return f"rollstream run RECIPE --resume --dir {folder}"
+
+
+def go_on(folder: Path) -> str:
+    """The remedy for a run that is not up."""
+    return f"Go on with it: {resuming(folder)}"
+
+
+def check_together(nats: str | None, run_name: str | None, instead: str = "the run's folder") -> None:
+    """Raises `UserError` if only one of the two options is given that name a run by its server."""
+    if (nats is None) != (run_name is None):
+        raise UserError("--nats and --run-name belong together.", f"Give both, or {instead}.")
 
 
 async def is_down(url: str) -> bool:
@@ -102,4 +122,4 @@ async def is_down(url: str) -> bool:
 async def check_up(run: str, url: str, folder: Path) -> None:
     """Raises `UserError` if a run that is found by its folder has no server any more."""
     if await is_down(url):
-        raise UserError(f"The run {run} is not up.", f"Go on with it: rollstream run RECIPE --resume --dir {folder}")
+        raise UserError(f"The run {run} is not up.", go_on(folder))

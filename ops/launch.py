@@ -27,11 +27,11 @@ from bus.table import CONTROL, check_run_name
 from ops.datasets import read_notes
 from ops.evaluations import ensure_evaluated
 from ops.feed import beat_for, feed_beats, feed_log, feed_own
-from ops.folders import check_up, run_name_of
+from ops.folders import ELSEWHERE, check_up, resuming, run_name_of
 from ops.host import ProcessSpec, Role, as_user_error, initial_model
 from ops.metrics.feed import written_beside
 from ops.metrics.tensorboard import need_tensorboard
-from ops.nats_server import NatsServer
+from ops.nats_server import NatsServer, not_yours
 from ops.recipe import Recipe
 from ops.screen import Screen, open_screen
 from ops.summary import plot, print_summary, summarise
@@ -92,7 +92,7 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
     with interrupts.caught():
         await _prepared(recipe, folder, interrupts)
         if interrupts.draining.is_set():
-            print(f"stopped before the first step; begin again with: rollstream run RECIPE --resume --dir {folder}")
+            print(f"stopped before the first step; begin again with: {resuming(folder)}")
             return 130
         if notes := read_notes(folder):
             print(notes, flush=True)
@@ -117,7 +117,7 @@ async def _run(recipe: Recipe, folder: Path, nats: str | None, plain: bool) -> i
     if status == 0:
         print(f"model: {folder / 'model'}")
     else:
-        print(f"stopped; go on with: rollstream run RECIPE --resume --dir {folder}")
+        print(f"stopped; go on with: {resuming(folder)}")
     return status
 
 
@@ -210,9 +210,7 @@ def locate(folder: Path | None, run: str | None, nats: str | None) -> Where:
                 f"{folder} is no run folder: it has no run.json.", "Name the folder that `run` printed."
             ) from None
         except OSError as error:
-            raise UserError(
-                f"{file} cannot be read: {error.strerror}.", "Only who started the run may: it holds a password."
-            ) from None
+            raise not_yours(file, error) from None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} cannot be read: {error}.", "Start the run again with --resume.") from None
     if nats is None or run is None:
@@ -245,9 +243,7 @@ def _claim(recipe: Recipe, folder: Path, resume: bool) -> None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         stored.write_text(recipe.to_yaml())
     except OSError as error:
-        raise UserError(
-            f"The run folder {folder} cannot be written: {error}.", "Give another place with --dir."
-        ) from None
+        raise UserError(f"The run folder {folder} cannot be written: {error}.", ELSEWHERE) from None
 
 
 async def _check(recipe: Recipe, folder: Path, url: str | None) -> None:

@@ -87,9 +87,12 @@ def url_of(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}.", "Only who started the run may: it holds a password."
-        ) from None
+        raise not_yours(file, error) from None
+
+
+def not_yours(file: Path, error: OSError) -> UserError:
+    """What is to be said of a file with the server's address that cannot be read."""
+    return UserError(f"{file} cannot be read: {error.strerror}.", "Only who started the run may: it holds a password.")
 
 
 def in_use(folder: Path) -> bool:

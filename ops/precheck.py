@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from actors.trainer.sections import LORA_REMEDY
 from ops.host import EXIT_USER_ERROR, ProcessSpec
 from ops.recipe import Recipe
 from schemas import UserError
@@ -32,7 +33,7 @@ def check_files(recipe: Recipe) -> None:
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         raise UserError(
             "trainer.lora needs the package peft, which is not installed here.",
-            "pip install 'rollstream[lora]', or leave trainer.lora out.",
+            LORA_REMEDY,
         )
     if recipe.rollout.engine == "vllm":
         check_installed()

@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.port import Bus
 from bus.table import BEAT_EVERY_S
-from ops.folders import find_folder, is_down
+from ops.folders import check_together, find_folder, is_down, resuming
 from ops.launch import locate, start_of
 from ops.recipe import Recipe
 from schemas import Control, UserError
@@ -24,13 +24,12 @@ async def main(target: str | None, url: str | None = None, run_name: str | None 
     """Carry the command out; 0 if all workers run the new function, 1 if one kept the old. Raises `UserError`."""
     from bus.jetstream import JetStreamBus
 
-    if (url is None) != (run_name is None):
-        raise UserError("--nats and --run-name belong together.", "Give both, or the run's folder.")
+    check_together(url, run_name)
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
     if run_name is None and await is_down(where.url):
         raise UserError(
             f"The run {where.run} is not up.",
-            f"A run that begins reads the file: rollstream run RECIPE --resume --dir {where.folder}",
+            f"A run that begins reads the file: {resuming(where.folder)}",
         )
     bus = JetStreamBus(where.run, where.url, "reload")
     await bus.connect()

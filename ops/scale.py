@@ -10,7 +10,7 @@ from typing import Any
 
 from bus.port import Bus
 from bus.table import CONTROL
-from ops.folders import check_up, find_folder
+from ops.folders import check_together, check_up, find_folder
 from ops.host import ROLES, Role
 from ops.launch import locate, start_of
 from ops.recipe import Recipe
@@ -19,6 +19,7 @@ from schemas import Control, UserError
 
 MOST = 1024
 ANSWER_S = 15.0  # for the launcher to obey: it beats once a second
+HOW = "Write ROLE=N, for instance rollout=4."
 WHY_NOT = {
     "controller": "A run has one active controller; `rollstream up controller` adds a standby.",
     "trainer": "Its ranks are fixed when it starts: stop the run and resume it with trainer.ranks=N.",
@@ -30,9 +31,9 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, dict[Role, int]]:
     named = [argument for argument in arguments if "=" not in argument]
     asked = [argument.partition("=") for argument in arguments if "=" in argument]
     if len(named) > 1:
-        raise UserError(f"{named[1]!r} is no number of workers.", "Write ROLE=N, for instance rollout=4.")
+        raise UserError(f"{named[1]!r} is no number of workers.", HOW)
     if not asked:
-        raise UserError("It is not told how many workers of which role.", "Write ROLE=N, for instance rollout=4.")
+        raise UserError("It is not told how many workers of which role.", HOW)
     workers: dict[Role, int] = {}
     for name, _, count in asked:
         role = next((role for role in SCALABLE if role == name), None)
@@ -54,8 +55,7 @@ async def main(arguments: Sequence[str], url: str | None = None, run_name: str |
     from bus.jetstream import JetStreamBus
 
     target, workers = parse(arguments)
-    if (url is None) != (run_name is None):
-        raise UserError("--nats and --run-name belong together.", "Give both, or the run's folder.")
+    check_together(url, run_name)
     where = locate(find_folder(target) if run_name is None else None, run_name, url)
     if run_name is None:
         await check_up(where.run, where.url, where.folder)

@@ -29,7 +29,7 @@ from bus.table import (
 )
 from ops.evaluate import eval_set
 from ops.evaluations import read_evaluations
-from ops.folders import find_folder, is_down
+from ops.folders import find_folder, go_on, is_down
 from ops.launch import Where, locate
 from ops.recipe import Recipe
 from ops.summary import Summary, print_summary
@@ -166,12 +166,12 @@ def _ended(where: Where, as_json: bool) -> int:
     except (OSError, ValueError):
         raise UserError(
             f"The run {where.run} is not up, and has left no summary in {where.folder}.",
-            f"Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
+            go_on(where.folder),
         ) from None
     if older:
         print(
             f"{where.run} is not up. Its newest start was killed, or ended by an error, and left no summary; this is "
-            f"that of the one before. Go on with it: rollstream run RECIPE --resume --dir {where.folder}",
+            f"that of the one before. {go_on(where.folder)}",
             file=sys.stderr,
         )
     if as_json:

@@ -280,7 +280,7 @@ class Supervisor:
         how, wait_s = self._judge(child, status, lived_s)
         log.warning("process_died", process=name, how=how, lived_s=round(lived_s, 1), crashes=child.crashes)
         if max(child.crashes, child.stillborn) >= FAILURES_MAX:
-            words = f"Its last words are in {child.spec.folder / 'logs' / f'{name}.jsonl'}."
+            words = last_words_in(child.spec.folder / "logs" / f"{name}.jsonl")
             killed = "It was killed from outside before it began to work: is there enough memory?"
             remedy = words if child.crashes >= FAILURES_MAX else killed
             self._fail(child, UserError(f"{name} {how}, {FAILURES_MAX} times in a row.", remedy))
@@ -385,7 +385,12 @@ async def run_once(target: Callable[..., None], args: tuple[object, ...], spec: 
         if status != FORK_SERVER_LOST:
             break
         await asyncio.sleep(KILLED_BACKOFF_S)
-    raise UserError(f"{spec.name} ended with status {status}.", f"Its last words are in {output}.")
+    raise UserError(f"{spec.name} ended with status {status}.", last_words_in(output))
+
+
+def last_words_in(output: Path) -> str:
+    """Where to look for what a process said before it ended."""
+    return f"Its last words are in {output}."
 
 
 async def _run_once(target: Callable[..., None], args: tuple[object, ...], spec: ProcessSpec, output: Path) -> int:

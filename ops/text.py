@@ -54,10 +54,7 @@ class HfTokenizer:
                 prompt, add_generation_prompt=True, return_dict=False, **self._template_options
             )
         except Exception as error:  # a template is a program: it raises what it likes
-            raise UserError(
-                f"The chat template of {self._path} fails: {' '.join(str(error).split())}.",
-                "Correct the messages, data.template_options or data.chat_template.",
-            ) from error
+            raise self._failed(error) from error
         return tuple(tokens)
 
     def count(self, prompt: Any) -> int:
@@ -95,11 +92,14 @@ class HfTokenizer:
                 **(self._template_options | options),
             )
         except Exception as error:  # a template is a program: it raises what it likes
-            raise UserError(
-                f"The chat template of {self._path} fails: {' '.join(str(error).split())}.",
-                "Correct the messages, data.template_options or data.chat_template.",
-            ) from error
+            raise self._failed(error) from error
         return str(text)
+
+    def _failed(self, error: Exception) -> UserError:
+        return UserError(
+            f"The chat template of {self._path} fails: {' '.join(str(error).split())}.",
+            "Correct the messages, data.template_options or data.chat_template.",
+        )
 
     def spelling(self, token: int) -> str:
         """A token as text; special ones too."""

@@ -12,6 +12,7 @@ which eight of ten samples fail the others still make batches, slowly; it goes o
 from __future__ import annotations
 
 from schemas import DropReason, UserError
+from schemas.errors import mend_and_resume
 from schemas.messages import FAILURE_REASONS
 
 FAILED_MIN = 64
@@ -49,5 +50,5 @@ class Failures:
         raise UserError(
             f"{self._failed} of the {ended} samples that ended since the last batch failed. "
             f"The newest: {self._newest}.",
-            "Mend it and continue with `rollstream run RECIPE --resume`; what was dropped stays so.",
+            mend_and_resume("what was dropped stays so"),
         )

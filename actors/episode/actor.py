@@ -33,6 +33,7 @@ from bus.port import Bus, BusFull, BusUnavailable, Delivery
 from bus.shell import HandBack, serve
 from bus.table import ROLLOUT_WORKERS, TURN_WORKERS
 from schemas import Dropped, DropReason, Message, Prompt, UserError
+from schemas.errors import mend_and_resume
 
 log = structlog.get_logger()
 
@@ -257,7 +258,7 @@ class EpisodeWorker:
         if self._in_a_row >= FAILURES_MAX and not self._finished:
             raise UserError(
                 f"The episode {self.config.what} failed {self._in_a_row} times in a row: {failure}.",
-                "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept.",
+                mend_and_resume("the samples are kept"),
             )
 
     def _fruitless(self, prompt: Prompt, failure: str) -> None:
@@ -268,7 +269,7 @@ class EpisodeWorker:
         if len(self._fruitless_groups) >= FAILURES_MAX:
             raise UserError(
                 f"The episode {self.config.what} made nothing to train of {FAILURES_MAX} groups: {failure}.",
-                "Mend it and continue with `rollstream run RECIPE --resume`; what was dropped stays so.",
+                mend_and_resume("what was dropped stays so"),
             )
 
     def _dropped(self, prompt: Prompt, said: Sequence[Said], reason: DropReason, detail: str) -> Dropped:

@@ -21,6 +21,7 @@ from bus.port import Bus
 from bus.reading import read_to_end
 from bus.table import CONTROL, NOTES, ROLLOUTS
 from schemas import Control, Note, UserError, parse_sample_id
+from schemas.errors import mend_and_resume
 
 log = structlog.get_logger()
 
@@ -90,7 +91,7 @@ class Deaths:
             raise UserError(
                 f"The episode {self._what} ended its process {deaths} times, and was never finished. The last time its "
                 f"worker {how}, while sample {fallen.culprit} ran.",
-                "Mend it and continue with `rollstream run RECIPE --resume`; the samples are kept.",
+                mend_and_resume("the samples are kept"),
             )
 
     async def of(self, sample: str) -> list[str]:

@@ -24,6 +24,7 @@ from bus.port import Bus, Delivery
 from bus.shell import HandBack, serve
 from bus.table import CONTROL, REWARD_WORKERS
 from schemas import Control, MalformedMessage, Message, Rollout, Scored, UserError
+from schemas.errors import mend_and_resume
 
 log = structlog.get_logger()
 
@@ -192,8 +193,7 @@ class RewardWorker:
         groups = f", for {len(self._failed_groups)} groups" if self._ever_scored else ""
         return UserError(
             f"The reward function {self.config.function} {what} {self._in_a_row} times in a row{groups}.",
-            "Mend it and continue with `rollstream run RECIPE --resume`; what has no verdict yet is kept and will be "
-            "scored then.",
+            mend_and_resume("what has no verdict yet is kept and will be scored then"),
         )
 
     def _read_gauges(self) -> dict[str, Any]:

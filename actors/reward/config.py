@@ -35,10 +35,11 @@ class RewardConfig(Config):
         if ":" in self.function or not self.model_fields_set:
             return self
         from actors.reward.verifiers import BUILTINS, check_options
+        from actors.reward.verifiers.options import as_reason
 
         if self.function in BUILTINS:
             try:
                 check_options(self.function, self.options)
             except UserError as error:
-                raise ValueError(f"{error.message.removesuffix('.')} => {error.remedy}") from None
+                raise ValueError(as_reason(error)) from None
         return self

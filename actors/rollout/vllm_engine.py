@@ -41,6 +41,7 @@ from actors.rollout.weight_shapes import check_shapes, weight_shapes
 
 log = structlog.get_logger()
 
+DEAD_CORE = "vLLM's core has died; its last words are in the worker's .out file"
 LOOK_S = 0.5  # between two looks at the core's health
 PAUSE_S = 120.0  # for the step in hand to end, a long prefill on a slow machine; and for going on
 LOAD_S = 600.0
@@ -205,7 +206,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, self._sampling(answer.request), name):
                 yield output
         except EngineDeadError:
-            self._fail(EngineDiedError("vLLM's core has died; its last words are in the worker's .out file"))
+            self._fail(EngineDiedError(DEAD_CORE))
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequestError(f"sample {answer.request.sample_id}: {error}") from error
 
@@ -393,7 +394,7 @@ class VllmEngine:
             try:
                 await self._llm.check_health()
             except Exception:
-                self._fail(EngineDiedError("vLLM's core has died; its last words are in the worker's .out file"))
+                self._fail(EngineDiedError(DEAD_CORE))
             if not self._answers or self._swapping:  # which has bounds of its own
                 self._heard_s = time.monotonic()
             elif (silent_s := time.monotonic() - self._heard_s) > self.config.vllm.stalled_after_s:

@@ -26,7 +26,7 @@ from actors.trainer.base_check import check_base
 from actors.trainer.config import TrainerConfig
 from actors.trainer.evaluations import Evaluations
 from actors.trainer.metrics import Wait, of_ages, of_times
-from actors.trainer.process import check_process_rewards, verdicts_of
+from actors.trainer.process import PURGED_REMEDY, check_process_rewards, verdicts_of
 from actors.trainer.publisher import Publisher, WriterPort
 from actors.trainer.ranks import OneRank, Ranks, share_of
 from actors.trainer.retention import NOTHING_JUDGED, Judged
@@ -239,7 +239,7 @@ class Trainer:
         except LookupError as error:
             raise UserError(
                 f"Batch {batch.step} names a rollout that the log no longer holds: {error}.",
-                "The log was purged beyond the newest checkpoint; start a new run from the exported model.",
+                PURGED_REMEDY,
             ) from error
         samples: list[TrainSample] = []
         ages: list[np.ndarray[Any, np.dtype[np.int64]]] = []

@@ -194,11 +194,12 @@ def _own(
     masks: Sequence[npt.NDArray[np.bool_]],
 ) -> tuple[Floats, ...]:
     name = getattr(function, "__name__", "advantages")
+    remedy = "It must return one number for each sample, or an array of one number for each of its response tokens."
     found = function(samples, rewards)
     if len(found) != len(samples):
         raise UserError(
             f"The advantage function {name} returned {len(found)} advantages for {len(samples)} samples.",
-            "It must return one number for each sample, or an array of one number for each of its response tokens.",
+            remedy,
         )
     out = []
     for sample, mask, given in zip(samples, masks, found, strict=True):
@@ -207,7 +208,7 @@ def _own(
             raise UserError(
                 f"The advantage function {name} returned shape {of_tokens.shape} for sample {sample.sample_id}, which "
                 f"has {len(mask)} response tokens.",
-                "It must return one number for each sample, or an array of one number for each of its response tokens.",
+                remedy,
             )
         of_trained = np.broadcast_to(of_tokens, len(mask))[mask]
         if not np.isfinite(of_trained).all():

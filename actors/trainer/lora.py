@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from actors.trainer.sections import ALL_LINEAR, LoraConfig
+from actors.trainer.sections import ALL_LINEAR, LORA_REMEDY, LoraConfig
 from bus.adapter import WEIGHT, A, Adapter, AdapterShape, B
-from schemas.errors import UserError
+from schemas.errors import UserError, did_you_mean
 
 ADAPTER = "default"  # peft's own name for the only one
 _BASE = ".base_layer."
@@ -141,9 +141,7 @@ def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise UserError(
-            f"trainer.lora: {error}.", "pip install 'rollstream[lora]', or leave trainer.lora out."
-        ) from error
+        raise UserError(f"trainer.lora: {error}.", LORA_REMEDY) from error
     return peft
 
 
@@ -183,7 +181,7 @@ def _unmatched(model: PreTrainedModel, target: str, layers: Sequence[str]) -> Us
         what = f"and no linear layer of {type(model).__name__} is called so"
     names = sorted({name.rpartition(".")[2] for name in layers})
     near = difflib.get_close_matches(target.rpartition(".")[2], names, n=NEAR_SHOWN, cutoff=0.5)
-    remedy = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(names)}; or write {ALL_LINEAR}."
+    remedy = did_you_mean(near) if near else f"There are {', '.join(names)}; or write {ALL_LINEAR}."
     return UserError(f"trainer.lora.targets names {target}, {what}.", remedy)
 
 

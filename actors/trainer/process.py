@@ -13,6 +13,8 @@ from bus.port import Entry
 from bus.table import SCORED, Stream
 from schemas import Batch, Scored, UserError, sample_id
 
+PURGED_REMEDY = "The log was purged beyond the newest checkpoint; start a new run from the exported model."
+
 
 def check_process_rewards(batch: Batch, config: TrainerConfig) -> None:
     """Raises `UserError` if the batch has process rewards, and a loss that would lose them."""
@@ -46,7 +48,7 @@ async def verdicts_of(log: Log, batch: Batch, share: npt.NDArray[np.int64]) -> l
     except LookupError as error:
         raise UserError(
             f"Batch {batch.step} names a verdict that the log no longer holds: {error}.",
-            "The log was purged beyond the newest checkpoint; start a new run from the exported model.",
+            PURGED_REMEDY,
         ) from error
     for place, entry in zip(having.tolist(), entries, strict=True):
         scored, i = entry.message(), int(share[place])

@@ -149,6 +149,7 @@ class ZeroConfig(Config):
 
 
 ALL_LINEAR = "all-linear"
+LORA_REMEDY = "pip install 'rollstream[lora]', or leave trainer.lora out."  # where peft is not installed
 
 
 def _no_dropout(value: float) -> float:

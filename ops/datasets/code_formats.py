@@ -22,6 +22,7 @@ _PROGRAM = (
 _FUNCTION = "Write it in Python, as the function `{name}`. Put all of your code into one ```python block."
 _STARTER = "\n\nBegin with this code:\n\n```python\n{code}\n```"
 _REMEDY = "Mend the row, or correct data.format."
+_NO_TESTS = "Without tests an answer cannot be scored; leave the row out."
 
 
 def apps(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -58,7 +59,7 @@ def _problem(row: Mapping[str, Any], column: str, tests: list[Test]) -> tuple[st
     if not isinstance(question, str) or not question.strip():
         raise BadRow(f"'{column}' is {'missing' if question is None else 'no text'}", _REMEDY)
     if not tests:
-        raise BadRow("there are no tests", "Without tests an answer cannot be scored; leave the row out.")
+        raise BadRow("there are no tests", _NO_TESTS)
     names = sorted({test["function"] for test in tests if "function" in test})
     if len(names) > 1 or (names and any("stdin" in test for test in tests)):
         raise BadRow("some tests call another function than others, or none", _REMEDY)
@@ -76,7 +77,7 @@ def _json(value: Any, column: str) -> Any:
             raise BadRow(f"'{column}' is missing", _REMEDY)
         return value
     if not value.strip():
-        raise BadRow(f"'{column}' is empty", "Without tests an answer cannot be scored; leave the row out.")
+        raise BadRow(f"'{column}' is empty", _NO_TESTS)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from ops.datasets.config import FILE_ENDINGS
 from schemas import UserError
 
 HELD_OUT_SPLITS = ("test", "validation", "valid", "val", "dev")
+_DAMAGED = "Save the dataset anew."
 _SHARD = re.compile(
     r"(?P<split>[A-Za-z][A-Za-z0-9_]*?)(?:-\d+-of-\d+(?:-\w+)?|[-_.]?\d*)(?:\.jsonl(?:\.gz|\.zst)?|\.parquet|\.arrow)"
 )
@@ -48,7 +49,7 @@ def _saved(folder: Path) -> list[Path]:
     try:
         files = [folder / str(item["filename"]) for item in state["_data_files"]]
     except (KeyError, TypeError):
-        raise UserError(f"{folder / 'state.json'} names no data files.", "Save the dataset anew.") from None
+        raise UserError(f"{folder / 'state.json'} names no data files.", _DAMAGED) from None
     for file in files:
         if not file.is_file():
             raise UserError(f"{folder / 'state.json'} names {file.name}, which is not there.", "Copy the whole folder.")
@@ -58,7 +59,7 @@ def _saved(folder: Path) -> list[Path]:
 def _listed(path: Path, key: str) -> list[str]:
     value = _json(path).get(key)
     if not isinstance(value, list):
-        raise UserError(f"{path} has no list of {key}.", "Save the dataset anew.")
+        raise UserError(f"{path} has no list of {key}.", _DAMAGED)
     return [str(item) for item in value]
 
 
@@ -70,7 +71,7 @@ def _json(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error}.", "Copy the whole folder, or save the dataset anew."
         ) from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no map.", "Save the dataset anew.")
+        raise UserError(f"{path} holds no map.", _DAMAGED)
     return value
 
 

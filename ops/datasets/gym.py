@@ -12,6 +12,7 @@ from actors.reward.verifiers.reasoning_gym import package, packed, unpacked
 from ops.datasets.bad_rows import BadRow
 from ops.datasets.config import GYM
 from schemas import UserError
+from schemas.errors import did_you_mean
 
 SEED_BITS = 32
 _REMEDY = "Change data.options, or take another task."
@@ -27,7 +28,7 @@ def gym_row(spec: str, options: Mapping[str, Any]) -> Callable[[Random], dict[st
         near = difflib.get_close_matches(name, DATASETS, n=3)
         raise UserError(
             f"'{spec}': reasoning-gym has no task {name!r}.",
-            f"Did you mean {' or '.join(near)}?" if near else f"It has {', '.join(sorted(DATASETS))}.",
+            did_you_mean(near) if near else f"It has {', '.join(sorted(DATASETS))}.",
         )
     kept = dict(options)
     if {"seed", "size"} & set(kept):

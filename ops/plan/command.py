@@ -160,12 +160,13 @@ def parse_pair(text: str, sign: str, option: str, example: str) -> tuple[int, in
 
 def parse_bounds(text: str) -> tuple[int, ...]:
     """`"0,4,8"` is (0, 4, 8). Raises `UserError`."""
+    remedy = "Write --staleness 0,4,8."
     try:
         bounds = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--staleness {text!r} is no list of whole numbers.", "Write --staleness 0,4,8.") from None
+        raise UserError(f"--staleness {text!r} is no list of whole numbers.", remedy) from None
     if not all(0 <= bound <= BOUND_MAX for bound in bounds):
-        raise UserError(f"--staleness {text}: η lies between 0 and {BOUND_MAX}.", "Write --staleness 0,4,8.")
+        raise UserError(f"--staleness {text}: η lies between 0 and {BOUND_MAX}.", remedy)
     return bounds
 
 

@@ -78,7 +78,7 @@ async def read_history(source: LogSource) -> History:
         if isinstance(control, Control) and control.action == "start":
             starts.append((entry.time_s, Recipe.from_yaml(control.recipe, f"the recipe in the log of {source.run}")))
     if not starts:
-        raise UserError(f"The log of {source.run} holds no start of the run, and so no recipe.", "Record it anew.")
+        raise _no_recipe(source)
     versions: dict[int, WeightVersion] = {}
     times: dict[int, float] = {}
     async for entry in source.read(WEIGHTS):
@@ -98,10 +98,14 @@ async def read_history(source: LogSource) -> History:
     return History(source.run, steps, tuple(starts), versions, times, metrics)
 
 
+def _no_recipe(source: LogSource) -> UserError:
+    return UserError(f"The log of {source.run} holds no start of the run, and so no recipe.", "Record it anew.")
+
+
 def newest_recipe_of(source: LogSource) -> Recipe:
     """The recipe of the newest start. Raises `UserError` if the log holds none."""
     if not source.recipe_yaml:
-        raise UserError(f"The log of {source.run} holds no start of the run, and so no recipe.", "Record it anew.")
+        raise _no_recipe(source)
     return Recipe.from_yaml(source.recipe_yaml, f"the recipe in the log of {source.run}")
 
 

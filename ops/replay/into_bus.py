@@ -42,7 +42,7 @@ from bus.table import (
     check_run_name,
 )
 from ops.console import open_console, tell_damage
-from ops.folders import RUNS, run_name_of
+from ops.folders import ELSEWHERE, RUNS, run_name_of
 from ops.host import initial_model, weights_folder
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.nats_server import NatsServer
@@ -280,7 +280,7 @@ def _claimed(folder: Path, run_name: str | None) -> Path:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}.", "Give another place with --dir.") from None
+        raise UserError(f"{folder} cannot be written: {error}.", ELSEWHERE) from None
     return folder
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ops.console import open_console, tell_damage
 from ops.findings import REPLAYED, Check
+from ops.folders import NEW_FOLDER
 from ops.log_source import LogSource, RunLog, initial_model_of, open_log
 from ops.progress import Progress, stopped_by_ctrl_c
 from ops.replay.changes import Changes, Rebatcher, read_changes
@@ -237,7 +238,7 @@ def _claim(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise UserError(f"{out} is not empty.", "Give a new folder with --out.")
+            raise UserError(f"{out} is not empty.", NEW_FOLDER)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error}.", "Give another place with --out.") from None
 

@@ -20,7 +20,7 @@ from typing import Any
 from actors.reward.read import PARTS_MAX, read_reward
 from actors.reward.steps import PROCESS_REWARDS, check_steps, read_float32, read_process_rewards
 from actors.reward.verifiers import BUILTINS, RewardFunction, Setting, check_options
-from actors.reward.verifiers.options import read_options
+from actors.reward.verifiers.options import as_reason, read_options
 from schemas.errors import UserError
 
 TAKEN = ("reward", "detail", *PROCESS_REWARDS)  # what else the returned map holds
@@ -71,7 +71,7 @@ class Options:
                 if part.function in BUILTINS:
                     check_options(part.function, part.options or {})
         except UserError as error:
-            raise ValueError(f"{error.message.removesuffix('.')} => {error.remedy}") from None
+            raise ValueError(as_reason(error)) from None
         return parts
 
 

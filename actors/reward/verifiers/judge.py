@@ -14,6 +14,7 @@ from actors.reward.judge_client import JudgeClient, Said
 from actors.reward.throttle import PLACES_MAX, Throttle
 from actors.reward.verifiers import RewardFunction, Setting
 from actors.reward.verifiers.extract import behind
+from actors.reward.verifiers.options import compiled
 from schemas.errors import UserError
 
 SLOTS = ("prompt", "response", "task")
@@ -90,13 +91,8 @@ class Options:
             raise ValueError(f"concurrency is {self.concurrency} => It must be from 1 to {PLACES_MAX}.")
         if (self.parse == "regex") != (self.pattern is not None):
             raise ValueError("parse: regex and pattern belong together => Give both, or none.")
-        if self.pattern is not None:
-            try:
-                groups = re.compile(self.pattern).groups
-            except re.error as error:
-                raise ValueError(f"the pattern {self.pattern!r} is none: {error} => Correct it.") from None
-            if not groups:
-                raise ValueError("the pattern has no group => Put the score in parentheses.")
+        if self.pattern is not None and not compiled(self.pattern).groups:
+            raise ValueError("the pattern has no group => Put the score in parentheses.")
         try:
             slots = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
         except ValueError as error:

@@ -4,13 +4,14 @@ The standard library only: the reward child reads them too, and must start fast.
 """
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar
 
-from schemas.errors import UserError
+from schemas.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
@@ -47,11 +48,24 @@ def read_options(
         raise UserError(f"The options of the {what} '{function}' do not fit: {reason}.", remedy) from None
 
 
+def as_reason(error: UserError) -> str:
+    """What a `ValueError` of `__post_init__` says, of another error: `reason => remedy`."""
+    return f"{error.message.removesuffix('.')} => {error.remedy}"
+
+
+def compiled(pattern: str, flags: int = 0, shown: str = "") -> re.Pattern[str]:
+    """The regular expression of an option, `shown` as it is if not as it stands there. Raises `ValueError`."""
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"the pattern {shown or pattern!r} is none: {error} => Correct it.") from None
+
+
 def near(name: str, known: list[str]) -> str:
     """A sentence that leads from a mistyped name to the right one."""
     close = difflib.get_close_matches(name, known, n=1)
     if close:
-        return f"Did you mean {close[0]}?"
+        return did_you_mean(close)
     return f"It has {', '.join(sorted(known))}." if known else "It takes no options."
 
 

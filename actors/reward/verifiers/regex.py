@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from actors.reward.verifiers import RewardFunction, Setting
 from actors.reward.verifiers.extract import AnswerOptions
+from actors.reward.verifiers.options import compiled
 
 _ANSWER = "{answer}"
 
@@ -32,10 +33,7 @@ class Options(AnswerOptions):
         return sum(flag for wanted, flag in flags if wanted)
 
     def __post_init__(self) -> None:
-        try:
-            groups = re.compile(self.pattern.replace(_ANSWER, "x"), self.flags)
-        except re.error as error:
-            raise ValueError(f"the pattern {self.pattern!r} is none: {error} => Correct it.") from None
+        groups = compiled(self.pattern.replace(_ANSWER, "x"), self.flags, shown=self.pattern)
         if self.group is not None and self.group not in {*groups.groupindex, *map(str, range(groups.groups + 1))}:
             raise ValueError(f"the pattern has no group {self.group} => Name a group by its name or number.")
 
