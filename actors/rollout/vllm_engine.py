@@ -145,10 +145,11 @@ class VllmEngine:
         while True:
             answer = Answer(request, self._version)
             finish = await self._generate_once(answer)
-            if answer.anew:
-                await self._admitting.wait()
-            if not answer.anew or self._handed_over:
+            if not answer.anew:
                 return answer.generation(finish)
+            await self._admitting.wait()
+            if self._handed_over:
+                return request.unfinished()
 
     async def _generate_once(self, answer: Answer) -> Finish | None:
         self._requests += 1
@@ -179,8 +180,9 @@ class VllmEngine:
                 self._cached += cached
                 self._prefilled += len(output.prompt_token_ids) - cached
             if made.token_ids:
-                answer.take(made.token_ids, made.logprobs)
                 self._count(name, len(made.token_ids))
+                if not answer.anew:
+                    answer.take(made.token_ids, made.logprobs)
             if output.finished:
                 answer.stamped(vllm_versions.stamps(made))
                 if made.finish_reason in ("stop", "length"):
@@ -188,7 +190,7 @@ class VllmEngine:
                     return finish
                 if made.finish_reason != "abort":
                     raise EngineError(f"sample {answer.request.sample_id}: vLLM ended it with {made.finish_reason}")
-            elif self._handed_over:  # it was on its way to the core when all others were told to end
+            elif self._handed_over or answer.anew:  # it was on its way to the core when the others were told to end
                 await self._llm.abort(name)
         return None
 

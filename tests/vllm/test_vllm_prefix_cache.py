@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +64,42 @@ async def test_a_new_version_never_meets_the_cache_of_an_old_one(served: Served,
         assert generation.segments == ((1, 4),)
         expected = plain_logprobs(make_model(1), PROMPT, generation.tokens)
         assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+class OnTheWay:
+    """vLLM, but for requests that do not reach its core before `arrive` is set: so far it does not know them."""
+
+    def __init__(self, llm: Any) -> None:
+        self.arrive = asyncio.Event()
+        self.waiting = 0
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, *what: Any) -> AsyncIterator[Any]:
+        self.waiting += 1
+        await self.arrive.wait()
+        async for output in self._llm.generate(*what):
+            yield output
+
+
+async def test_who_is_on_its_way_to_the_core_when_it_is_to_begin_anew_is_not_made_to_its_end_before(
+    served: Served,
+) -> None:
+    """To end what vLLM does not know yet does nothing. It was made whole, thrown away, and made once more."""
+    async with served.engine(on_update="keep") as engine:
+        engine._llm = way = OnTheWay(engine._llm)
+        task = asyncio.create_task(engine.generate(group(1, new=300)[0]))
+        await until(lambda: way.waiting == 1)
+        await engine.update(1, served.weights(1))
+        way.arrive.set()
+        done = await task
+        made = engine.stats().tokens_generated
+        await engine.hand_over()
+    assert done.segments == ((1, 300),)
+    assert done.logprobs == pytest.approx(plain_logprobs(make_model(1), PROMPT, done.tokens), abs=TOLERANCE)
+    assert made < 300 + 100, "it was ended as soon as it was known"
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
