@@ -6,11 +6,11 @@ import secrets
 import select
 import subprocess
 import time
-from pathlib import Path
 from signal import SIGKILL, SIGSYS, SIGXCPU
 
 from actors.reward.sandbox.inside import ENDS, HEAD, NONCE_BYTES, REQUEST
 from actors.reward.sandbox.limits import Call, Limits, Result, SandboxLost, Status
+from actors.reward.sandbox.memory import used_bytes
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # in which the supervisor answers after a program's time; not to be counted on, but as a last bound
@@ -121,7 +121,7 @@ class Child:
         while len(parts) < count:
             left = self._left(deadline)
             if not poll.poll(min(left, LOOK_S * 1000) if memory_bytes else left):
-                if memory_bytes and _resident_bytes(self._process.pid) > memory_bytes:
+                if memory_bytes and used_bytes(self._process.pid) > memory_bytes:
                     raise _TooMuchMemory
                 continue
             part = os.read(self._out, min(count - len(parts), 1 << 20))
@@ -160,17 +160,3 @@ def _status(limit: str, code: int, report: bytes) -> Status:
     if report in REPORT_KINDS:
         return REPORT_KINDS[report]
     return "ok" if code == 0 else "failed"
-
-
-def _resident_bytes(root: int) -> int:
-    """Of the process and all that descend from it, without files; what they share counts for each."""
-    total, waiting = 0, [root]
-    while waiting:
-        pid = waiting.pop()
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) << 10
-            for task in os.listdir(f"/proc/{pid}/task"):
-                waiting += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return total

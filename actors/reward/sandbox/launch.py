@@ -95,7 +95,7 @@ class Launcher:
                 future.set_exception(error)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        with _pipe_with(self._filter) as rules, _pipe_with(compiled_supervisor()) as program:
+        with _file_with(self._filter) as rules, _file_with(compiled_supervisor()) as program:
             numbers = {"SECCOMP": str(rules), "PROGRAM": str(program)}
             process: subprocess.Popen[bytes] = subprocess.Popen(
                 [numbers.get(word, word) for word in self._command],
@@ -166,16 +166,16 @@ def _command(bwrap: str, runtime: Runtime, sources: dict[Path, Path], tmp_bytes:
 
 
 @contextlib.contextmanager
-def _pipe_with(content: bytes) -> Iterator[int]:
-    """The reading end of a pipe that holds `content`, which must fit into it."""
-    read, write = os.pipe()
-    try:
-        assert len(content) < 1 << 16
-        os.write(write, content)
-        os.close(write)
-        yield read
-    finally:
-        os.close(read)
+def _file_with(content: bytes) -> Iterator[int]:
+    """A file in memory that holds `content`, to be read from its begin.
+
+    No pipe: a program whose user is ours may have used up what its user may have of them; then they hold next to
+    nothing, and we would wait for a reader that is not started yet.
+    """
+    with open(os.memfd_create("sandbox"), "r+b", buffering=0) as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 def _maps(uid: int) -> bool:

@@ -14,10 +14,10 @@ from schemas.errors import UserError
 
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
-_AND = 0x54
+_EPERM, _ENOMEM, _ENOSYS = 1, 12, 38
+_JUMP_GREATER, _AND = 0x25, 0x54
 _NR, _ARCH = 0, 4  # offsets in struct seccomp_data, little-endian
-_ARG0, _ARG1, _ARG2, _ARG2_HIGH = 16, 24, 32, 36
+_ARG0, _ARG1, _ARG1_HIGH, _ARG2, _ARG2_HIGH, _ARG3 = 16, 24, 28, 32, 36, 40
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
 
@@ -44,6 +44,8 @@ REFUSED = {
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "setpriority": (141, 140),
 }  # fmt: skip
 """Fails with EPERM. A process may call them on others of its user: a program could starve its supervisor."""
+SHARED_BYTES_MAX = 16 << 20
+"""Of one mapping of shared memory. Its pages stay, and are seen nowhere, when all but one of them are unmapped."""
 SIGNALS = {
     "kill": (62, 129, _ARG1), "pidfd_send_signal": (424, 424, _ARG1), "rt_sigqueueinfo": (129, 138, _ARG1),
     "rt_tgsigqueueinfo": (297, 240, _ARG2), "tgkill": (234, 131, _ARG2), "tkill": (200, 130, _ARG1),
@@ -53,6 +55,8 @@ _PRLIMIT = (302, 261)
 _SETRLIMIT = (160, 164)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
+_MMAP = (9, 222)
+_MAP_SHARED = 1
 _FCNTL = (72, 25)
 _TIMER_CREATE = (222, 107)
 _SIGKILL, _F_SETSIG, _RLIMIT_CPU, _EXIT_SIGNAL = 9, 10, 0, 0xFF
@@ -84,10 +88,16 @@ def bpf(machine: str | None = None) -> bytes:
         # its flags lie in memory, where no filter looks: the C library then uses clone, whose flags are looked at
         _instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1),
         _instruction(_RETURN, _ERRNO | _ENOSYS),
-        _instruction(_JUMP_EQUAL, _CLONE[column], 0, 3),
+        _instruction(_JUMP_EQUAL, _CLONE[column], 0, 4),
         _instruction(_LOAD, _ARG0),
         _instruction(_JUMP_SET, _NEW_NAMESPACES, 0, 1),
         *kill,
+        _instruction(_RETURN, _ALLOW),
+        _instruction(_JUMP_EQUAL, _MMAP[column], 0, 7),
+        *(_instruction(_LOAD, _ARG3), _instruction(_JUMP_SET, _MAP_SHARED, 0, 5)),
+        *(_instruction(_LOAD, _ARG1_HIGH), _instruction(_JUMP_EQUAL, 0, 0, 2)),
+        *(_instruction(_LOAD, _ARG1), _instruction(_JUMP_GREATER, SHARED_BYTES_MAX, 0, 1)),
+        _instruction(_RETURN, _ERRNO | _ENOMEM),
         _instruction(_RETURN, _ALLOW),
     ]
     return b"".join(body)

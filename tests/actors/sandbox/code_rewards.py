@@ -7,9 +7,10 @@ from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from tests.actors.sandbox.hostile_deaths import DEATHS
 from tests.actors.sandbox.hostile_escapes import ESCAPES
+from tests.actors.sandbox.hostile_hidden import HIDDEN
 from tests.actors.sandbox.hostile_programs import HOSTILE
 
-PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS)}
+PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS, *HIDDEN)}
 TEST_TIME_S = 0.7
 CHILDREN = 2
 

@@ -59,6 +59,9 @@ HONEST: list[tuple[str, str, list[tuple[Any, Any]]]] = [
      "together = threading.Barrier(32)\nwith ThreadPoolExecutor(32) as pool:\n    print(sum(pool.map(lambda x: together.wait() * 0 + x, range(32))))",
      [("", "496")]),
     ("memory_of_100_mb", "x = bytearray(100 << 20)\nprint(len(x))", [("", "104857600")]),
+    ("memory_shared_with_a_child", "import mmap, os\nm = mmap.mmap(-1, 1 << 20)\nif not os.fork():\n    m[:2] = b'hi'; os._exit(0)\nos.wait()\n"
+     "print(m[:2].decode())", [("", "hi")]),
+    ("memory_in_many_pieces", "held = [bytes(150000) for _ in range(2500)]\ndel held[::2]\nprint(len(held))", [("", "1250")]),
     ("a_fifth_of_a_second", "n = 0\nfor i in range(2000000): n += i\nprint(n)", [("", "1999999000000")]),
     ("alarm", "import signal\nsignal.signal(signal.SIGALRM, lambda *a: print('rang'))\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
      "signal.pause()", [("", "rang")]),

@@ -289,15 +289,15 @@ time.sleep(9)
 import mmap
 held = []
 try:
-    while True: held.append(mmap.mmap(-1, 64 << 20)); held[-1].write(b"x" * (16 << 20))
+    while True: held.append(mmap.mmap(-1, 16 << 20)); held[-1].write(b"x" * (16 << 20))
 except (OSError, MemoryError): pass
 """),
     ("shared_memory_of_many", "memory", """
 import mmap, os, time
 for _ in range(8):
     if not os.fork():
-        held = mmap.mmap(-1, 150 << 20)
-        for _ in range(150): held.write(b"x" * (1 << 20))
+        held = [mmap.mmap(-1, 10 << 20) for _ in range(15)]
+        for one in held: one.write(b"x" * (10 << 20))
         time.sleep(9)
 time.sleep(9)
 """),

@@ -15,6 +15,7 @@ from actors.reward.sandbox.seccomp import FORBIDDEN, SIGNALS, bpf, bpf_without_s
 from actors.reward.verifiers import Setting
 from schemas import UserError
 from tests.actors.sandbox.code_rewards import PROGRAMS
+from tests.actors.sandbox.hostile_hidden import HIDDEN
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,11 @@ async def test_time_counts_from_the_programs_own_start(sandbox: Sandbox) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["memory_bomb_of_lists", "memory_bomb_of_many", "shared_memory_of_many", "file_flood", "stdout_flood"]
+    "name",
+    [
+        *("memory_bomb_of_lists", "memory_bomb_of_many", "shared_memory_of_many", "file_flood", "stdout_flood"),
+        *(name for name, status, _ in HIDDEN if status == "memory"),
+    ],
 )
 def test_floods_end_for_what_they_are_and_long_before_their_time(sandbox: Sandbox, name: str) -> None:
     """The hostile programs have so little time that one of them may run out of it first."""
@@ -190,3 +195,10 @@ def test_the_filters_end_with_what_is_allowed_and_know_every_call(machine: str) 
 def test_the_filters_refuse_a_machine_that_they_do_not_know(filter_of: Callable[[str], bytes]) -> None:
     with pytest.raises(UserError, match="system calls of riscv64"):
         filter_of("riscv64")
+
+
+def test_what_a_sandbox_is_given_needs_no_pipe_that_may_hold_too_little() -> None:
+    """A program had used up the pipes of its user, who was ours: the thread that starts sandboxes waited for ever."""
+    content = os.urandom(4 << 20)  # more than any pipe holds
+    with launching._file_with(content) as fd, open(os.dup(fd), "rb") as file:
+        assert file.read() == content
