@@ -147,8 +147,8 @@ def _command(bwrap: str, runtime: Runtime, sources: dict[Path, Path], tmp_bytes:
         *(bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
         *("--unshare-cgroup-try", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"),
-        *("--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp", "--setenv", "MALLOC_ARENA_MAX", "2"),
-        *("--setenv", "OMP_NUM_THREADS", "1"),
+        *("--setenv", "LANG", "C", "--setenv", "HOME", "/tmp", "--setenv", "USER", "nobody"),  # no other locale is seen
+        *("--setenv", "MALLOC_ARENA_MAX", "2", "--setenv", "OMP_NUM_THREADS", "1"),
     ]
     for inside, source in sources.items():
         words += ["--ro-bind", str(source), str(inside)]

@@ -35,7 +35,7 @@ FORBIDDEN = {
     "pidfd_getfd": (438, 438), "pivot_root": (155, 41), "process_madvise": (440, 440), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60), "reboot": (169, 142),
     "request_key": (249, 218), "semget": (64, 190), "setdomainname": (171, 162), "sethostname": (170, 161),
-    "setns": (308, 268), "settimeofday": (164, 170), "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198),
+    "setns": (308, 268), "settimeofday": (164, 170), "shmat": (30, 196), "shmget": (29, 194),
     "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97),
     "userfaultfd": (323, 282), "vhangup": (153, 58),
 }  # fmt: skip
@@ -57,6 +57,8 @@ _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MMAP = (9, 222)
 _MAP_SHARED = 1
+_SOCKET = (41, 198)
+_AF_UNIX = 1
 _FCNTL = (72, 25)
 _TIMER_CREATE = (222, 107)
 _SIGKILL, _F_SETSIG, _RLIMIT_CPU, _EXIT_SIGNAL = 9, 10, 0, 0xFF
@@ -93,6 +95,11 @@ def bpf(machine: str | None = None) -> bytes:
         _instruction(_JUMP_SET, _NEW_NAMESPACES, 0, 1),
         *kill,
         _instruction(_RETURN, _ALLOW),
+        _instruction(_JUMP_EQUAL, _SOCKET[column], 0, 4),
+        _instruction(_LOAD, _ARG0),
+        _instruction(_JUMP_EQUAL, _AF_UNIX, 1, 0),  # the C library asks there for the names of users, and is content
+        *kill,
+        _instruction(_RETURN, _ERRNO | _EPERM),
         _instruction(_JUMP_EQUAL, _MMAP[column], 0, 7),
         *(_instruction(_LOAD, _ARG3), _instruction(_JUMP_SET, _MAP_SHARED, 0, 5)),
         *(_instruction(_LOAD, _ARG1_HIGH), _instruction(_JUMP_EQUAL, 0, 0, 2)),

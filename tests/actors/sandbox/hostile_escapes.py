@@ -59,7 +59,7 @@ link = socket.create_connection(("127.0.0.1", <port>), 2)
 print(find(link.recv(100).decode()))
 """),
     ("udp", "forbidden", "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', <port>))"),
-    ("unix_socket", "forbidden", "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0rollstream-<port>')"),
+    ("unix_socket", "failed", "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0rollstream-<port>')"),
     ("raw_socket", "forbidden", "import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)"),
     ("netlink", "forbidden", "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
     ("http", "forbidden", "import urllib.request\nprint(find(urllib.request.urlopen('http://127.0.0.1:<port>').read()))"),
