@@ -9,15 +9,17 @@ each with a `weight`, 1 if it has none. Inputs enter the sandbox; what is expect
 """
 
 import json
+import keyword
 import math
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from actors.reward import TESTS_MAX
-from actors.reward.compare import same_output, same_value
+from actors.reward.compare import output_bytes, same_output, same_value, value_bytes
 from actors.reward.program import Where, find_program
 from actors.reward.sandbox import Box, Call, Limits, Sandbox
 from actors.reward.verifiers import Setting
@@ -25,6 +27,7 @@ from actors.reward.verifiers.extract import behind
 from schemas.errors import UserError
 
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
+WEIGHT_MAX = 1e9  # of one test: the sum of them all must be a number
 FAILURES = ("wrong", "failed", "compile_error", "timeout", "memory", "output", "forbidden", "no_program")
 """Parts of the verdict: how many tests ended so. `no_program` is 1 if the reply held none."""
 
@@ -98,7 +101,7 @@ class CodeReward:
         """
         until = time.monotonic() + self._timeout_s
         options = self._options
-        tests = read_tests(task.get(options.tests_key), options.tests_key)
+        tests = read_tests(task.get(options.tests_key), options.tests_key, options.output_kb << 10)
         said = behind(response, options.after)
         program = None if said is None else find_program(said, options.extract)
         if program is None:
@@ -173,32 +176,48 @@ def _scored(reward: float, passed: int, tests: int, failures: Counter[str]) -> d
     return {"reward": reward, "passed": passed, "tests": tests, **parts, "detail": f"passed {passed}/{tests}{reasons}"}
 
 
-def read_tests(given: Any, key: str) -> list[Test]:
-    """A row's tests. Raises `ValueError`, in words for the verdict's detail, if they are none: the data's fault."""
+def read_tests(given: Any, key: str, bytes_max: int) -> list[Test]:
+    """A row's tests. Raises `ValueError`, in words for the verdict's detail, if they are none: the data's fault.
+
+    So is a test that no program passes, such as one that expects NaN, or more than the `bytes_max` of one's output.
+    """
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"the data row has no list of tests '{key}'")
     if len(given) > TESTS_MAX:
         raise ValueError(f"the data row has {len(given)} tests, more than {TESTS_MAX}")
-    return [_read_test(f"{key}[{number}]", test) for number, test in enumerate(given)]
+    tests = [_read_test(f"{key}[{number}]", test) for number, test in enumerate(given)]
+    for number, test in enumerate(tests):
+        try:
+            least = output_bytes(test.expected) if test.call is None else value_bytes(test.expected) + len("V")
+        except ValueError as error:
+            raise ValueError(f"what {key}[{number}] expects {error}") from None
+        if least > bytes_max:
+            raise ValueError(f"what {key}[{number}] expects has {least} bytes, more than output_kb allows")
+    return tests
 
 
 def _read_test(name: str, test: Any) -> Test:
     if not isinstance(test, Mapping):
         raise ValueError(f"{name} is {type(test).__name__}, not a map")
     weight = test.get("weight", 1.0)
-    if type(weight) not in (int, float) or not 0 < weight < math.inf:
-        raise ValueError(f"the weight of {name} is not a number above 0")
+    if type(weight) not in (int, float) or not 0 < weight <= WEIGHT_MAX:
+        raise ValueError(f"the weight of {name} is not a number above 0, at most {WEIGHT_MAX:g}")
     if "function" in test:
         function, arguments = test["function"], test.get("args", [])
-        if not isinstance(function, str) or not function.isidentifier() or not isinstance(arguments, list | tuple):
+        if not _is_name(function) or not isinstance(arguments, list | tuple):
             raise ValueError(f"{name} is not a function's name with a list 'args'")
         if "expected" not in test:
             raise ValueError(f"{name} has no 'expected'")
         try:
-            return Test("", Call(function, json.dumps(arguments)), test["expected"], weight)
+            name_in_python = unicodedata.normalize("NFKC", function)
+            return Test("", Call(name_in_python, json.dumps(arguments)), test["expected"], weight)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} has arguments that are no JSON: {error}") from None
     stdin, stdout = test.get("stdin", ""), test.get("stdout")
     if not isinstance(stdin, str) or not isinstance(stdout, str):
         raise ValueError(f"{name} needs 'stdin' and 'stdout', both text, or 'function', 'args' and 'expected'")
     return Test(stdin, None, stdout, weight)
+
+
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and given.isidentifier() and not keyword.iskeyword(given)

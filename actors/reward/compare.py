@@ -48,6 +48,25 @@ def same_value(text: str | None, expected: Any, tolerance: float = 0.0) -> bool:
         return False
 
 
+def output_bytes(expected: str) -> int:
+    """How much a program prints for this output, its last line ended. Raises `ValueError` for what none can print."""
+    try:
+        return sum(len(line.encode()) + 1 for line in _lines(expected))
+    except UnicodeEncodeError:
+        raise ValueError("holds a lone surrogate") from None
+
+
+def value_bytes(expected: Any) -> int:
+    """How long the JSON of this value is. Raises `ValueError` for what no JSON is equal to, such as NaN or a set."""
+    try:
+        text = json.dumps(_plain(expected))
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    if not same_value(text, expected):
+        raise ValueError("is no value of JSON")
+    return len(text)
+
+
 def _lines(text: str) -> list[str]:
     lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:

@@ -15,6 +15,10 @@ Score = Callable[..., dict[str, Any]]
 TESTS = [{"stdin": str(number), "stdout": str(2 * number)} for number in range(9)]
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
 @pytest.fixture(scope="module")
 def rewards() -> Iterator[dict[str, Score]]:
     made = {
@@ -108,14 +112,43 @@ def test_tests_of_functions_and_of_programs_may_be_mixed(rewards: dict[str, Scor
         ([{"function": "f()", "args": [], "expected": 1}], "not a function's name"),
         ([{"function": "f", "args": "1", "expected": 1}], "not a function's name with a list"),
         ([{"function": "f", "args": [b"1"], "expected": 1}], "no JSON"),
+        ([{"function": "lambda", "args": [], "expected": 1}], "not a function's name"),
+        ([{"function": "f", "expected": float("nan")}], r"what tests\[0\] expects is no value of JSON"),
+        ([TESTS[0], {"function": "f", "expected": [float("inf")]}], r"what tests\[1\] expects is no value of JSON"),
+        ([{"function": "f", "expected": {"a": b"x"}}], "no value of JSON"),
+        ([{"function": "f", "expected": {1, 2}}], "no value of JSON"),
+        ([{"function": "f", "expected": 10**5000}], "no value of JSON"),
+        ([{"function": "f", "expected": nested(150)}], "no value of JSON"),
+        ([{"function": "f", "expected": "x" * 1023}], r"what tests\[0\] expects has 1026 bytes, more than output_kb"),
+        ([{"stdout": "x" * 1024}], r"what tests\[0\] expects has 1025 bytes, more than output_kb"),
+        ([{"stdout": "\ud800"}], r"what tests\[0\] expects holds a lone surrogate"),
         ([{"stdout": "", "weight": 0}], "weight"),
+        ([{"stdout": "", "weight": 1e308}] * 3, "weight"),
+        ([{"stdout": "", "weight": 10**400}], "weight"),
         ([{"stdout": ""}] * 1001, "1001 tests, more than 1000"),
     ],
 )
 def test_rows_that_cannot_be_used_are_the_datas_fault(tests: Any, reason: str) -> None:
     """An error, never a 0 for the model."""
     with pytest.raises(ValueError, match=reason):
-        read_tests(tests, "tests")
+        read_tests(tests, "tests", 1024)
+
+
+def test_what_can_be_given_can_be_expected() -> None:
+    """To its last byte, and not only in the words of JSON."""
+    values = [None, True, -0.0, 1e300, 5e-324, "\ud800", "→", (1, (2,)), {1: 2, "b": [{}]}, 10**4000, nested(90)]
+    outputs = ["", "\n\n", " \n" * 2000, "x" * 1023 + "  \n", "ä" * 511]
+    tests = [{"function": "f", "expected": value} for value in values]
+    assert len(read_tests([*tests, *({"stdout": text} for text in outputs)], "tests", 4096)) == 16
+    tests = [{"function": "f", "expected": "x" * 1021}, {"function": "f", "expected": [1]}]
+    assert len(read_tests([*tests, *({"stdout": text} for text in outputs)], "tests", 1024)) == 7
+
+
+def test_a_function_has_the_name_that_python_gives_it(rewards: dict[str, Score]) -> None:
+    """Which writes letters in one way only: with the row's own the function was never found."""
+    tests = [{"function": "\ufb01nd", "args": [1], "expected": 1}]
+    assert rewards["all"](fenced("def \ufb01nd(x): return x"), {"tests": tests})["reward"] == 1.0
+    assert rewards["all"](fenced("def find(x): return x"), {"tests": tests})["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
