@@ -284,3 +284,21 @@ def test_a_missing_package_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"which is not installed.*pip install 'rollstream\[{extra}\]'"):
         built_in(name)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ['{"n": 1e400}', f'{{"n": {"9" * 4000}}}', '{"n": ' + "[" * 300 + "]" * 300 + "}"],
+    ids=["inf", "int", "deep"],
+)
+def test_a_reply_that_is_too_much_for_the_checker_is_not_valid(reply: str) -> None:
+    """It raised, so that the sample was dropped: a way for the model out of its 0."""
+    deep = {"properties": {"n": {"$ref": "#/$defs/deep"}}}
+    schema = deep | {"$defs": {"deep": {"multipleOf": 0.01, "items": {"$ref": "#/$defs/deep"}}}}
+    assert built_in("json_schema", schema=schema)(reply, {})["reward"] == 0.0  # type: ignore[index]
+    assert built_in("json_schema", schema=schema)('{"n": [0.5, 2]}', {})["reward"] == 1.0  # type: ignore[index]
+
+
+def test_a_schema_without_an_end_is_nobodys_0() -> None:
+    with pytest.raises(RecursionError):
+        built_in("json_schema", schema={"$ref": "#"})("[" * 300 + "]" * 300, {})

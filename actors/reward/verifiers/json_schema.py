@@ -1,11 +1,12 @@
 """`json_schema`: the reply is JSON that keeps to a schema."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from actors.reward.program import find_block
 from actors.reward.verifiers import RewardFunction, Setting
@@ -69,18 +70,29 @@ def load(options: Options, setting: Setting) -> RewardFunction:
         value = _ABSENT if said is None else found_json(said, options.extract)
         if value is _ABSENT:
             return {"reward": 0.0, "parsed": 0.0, "valid": 0.0}
-        valid = checker.is_valid(value)
+        valid = _keeps_to(checker, value)
         right = valid and (options.answer_key is None or same(value, task[options.answer_key]))
         return {"reward": float(right), "parsed": 1.0, "valid": float(valid)}
 
     return json_schema
 
 
+def _keeps_to(checker: Any, value: Any) -> bool:
+    """Whether a value keeps to the schema. What is too large or too deep for the checker does not."""
+    try:
+        return bool(checker.is_valid(value))
+    except OverflowError:
+        return False
+    except RecursionError:
+        checker.is_valid(None)  # raises it again if the schema is at fault
+        return False
+
+
 def found_json(text: str, where: str) -> Any:
-    """The JSON value in `text`, or `_ABSENT`. Strict: no NaN, no name twice in one object."""
+    """The JSON value in `text`, or `_ABSENT`. Strict: no NaN, nothing infinite, no name twice in one object."""
     if where == "fence":
         text = find_block(text, {"json"}) or ""
-    decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once)
+    decoder = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_once)
     try:
         if where != "object":
             return decoder.decode(text)
@@ -103,8 +115,13 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
