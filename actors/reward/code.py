@@ -28,6 +28,8 @@ from schemas.errors import UserError
 
 SHARE_OF_TIMEOUT = 0.8  # of reward.timeout_s, which ends the process: the rest is for starting sandboxes
 WEIGHT_MAX = 1e9  # of one test: the sum of them all must be a number
+BOUNDS = {"test_time_s": (0.1, 3600.0), "memory_mb": (1, 1 << 20), "processes": (1, 4096), "output_kb": (1, 1 << 20)}
+"""Of options. In less than a tenth of a second not even a program of nothing ends for certain."""
 FAILURES = ("wrong", "failed", "compile_error", "timeout", "memory", "output", "forbidden", "no_program")
 """Parts of the verdict: how many tests ended so. `no_program` is 1 if the reply held none."""
 
@@ -57,9 +59,11 @@ class Options:
     """By how much a number with a fraction may differ, relative or absolute; 0 for not at all."""
 
     def __post_init__(self) -> None:
-        for name in ("test_time_s", "memory_mb", "processes", "output_kb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)} => It must be more than 0")
+        for name, (least, most) in BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)} => It must be from {least} to {most}")
+        if self.total_time_s is not None and not 0 < self.total_time_s < math.inf:
+            raise ValueError(f"total_time_s is {self.total_time_s} => It must be more than 0")
         if not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance is {self.tolerance} => It must be 0 or more")
 
@@ -118,10 +122,10 @@ def load(options: Options, setting: Setting) -> CodeReward:
     """The `code` function. Raises `UserError` where code cannot be isolated."""
     total = setting.timeout_s * SHARE_OF_TIMEOUT
     if options.total_time_s is not None:
-        if not 0 < options.total_time_s <= total:
+        if options.total_time_s > total:
             raise UserError(
-                f"reward.options.total_time_s = {options.total_time_s:g} s is not within 0 and 0.8 times "
-                f"reward.timeout_s = {setting.timeout_s:g} s, after which the reward process is killed.",
+                f"reward.options.total_time_s = {options.total_time_s:g} s is more than 0.8 times reward.timeout_s = "
+                f"{setting.timeout_s:g} s, after which the reward process is killed.",
                 f"Raise reward.timeout_s to {math.ceil(options.total_time_s / SHARE_OF_TIMEOUT)} or more.",
             )
         total = options.total_time_s

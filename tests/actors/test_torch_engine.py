@@ -59,9 +59,10 @@ def run(engine: Decoder, requests: list[Request], per_turn: int = 3) -> dict[str
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """The cache is rebuilt in the smallest shares."""
+    """The cache is rebuilt row by row."""
     monkeypatch.setattr(torch_engine, "REBUILD_STEPS", 0)
     monkeypatch.setattr(torch_engine, "REBUILD_S", 0)
+    monkeypatch.setattr(torch_engine, "PART_TOKENS", CONTEXT)
 
 
 @pytest.fixture
@@ -142,8 +143,38 @@ def test_prefill_keeps_to_its_budget_of_padded_tokens():
     engine.add([request(f"r{i}", 31) for i in range(6)])  # 30 tokens each but for the newest: two a forward
     assert engine.forward_passes == 3
     engine = decoder(prefill_tokens=16)
-    engine.add([request("longer than the budget", 40)])
-    assert engine.forward_passes == 1
+    engine.add([request("longer than the budget", 40)])  # 39 tokens, in parts
+    assert engine.forward_passes == 3
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_long_prompt_is_prefilled_in_parts_once_for_its_group(kind):
+    """A mask of all its tokens by all its tokens would be more than the memory of a forward is to be."""
+    prompt = request("p", 40).prompt_tokens
+    group = [Request(f"s{seed}", prompt, Sampling(6), seed) for seed in range(4)]
+    other = request("other", 40, new=6)
+    engine = decoder(kind, prefill_tokens=16, prompt_cache_mib=0)
+    engine.add([*group, other])
+    assert engine.forward_passes == 6
+    assert engine.prefill_tokens == 2 * 39
+    for generation in run(engine, []).values():
+        assert generation.logprobs == pytest.approx(plain_logprobs(make_model(kind), generation), abs=TOLERANCE)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_a_long_answer_is_rebuilt_in_parts_between_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_engine, "PART_TOKENS", 10)
+    engine = decoder()
+    engine.add([request("short", 3), request("long", 30)])
+    steps(engine, 2)
+    engine.load(1, save_weights(tmp_path / "1.safetensors", seed=1))
+    for rebuilding in (1, 1, 1, 1, 0):  # 4 tokens of one; 31 of the other
+        steps(engine, 1)
+        assert engine.rebuilding == rebuilding
+    assert engine.lengths() == {"short": 2 + 5, "long": 2 + 1}
+    models = {version: make_model(seed=version) for version in (0, 1)}
+    for generation in run(engine, []).values():
+        assert generation.logprobs == pytest.approx(segment_logprobs(models, generation), abs=TOLERANCE)
 
 
 def test_a_finished_row_leaves_the_batch_at_once():
@@ -247,9 +278,10 @@ def test_after_an_update_short_answers_go_on_while_long_ones_are_rebuilt(tmp_pat
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cache_half_rebuilt_serves_whoever_comes_goes_or_ends(seed, tmp_path):
+def test_a_cache_half_rebuilt_serves_whoever_comes_goes_or_ends(seed, tmp_path, monkeypatch):
     """Updates in the midst of a rebuilding, answers that end, are cancelled and begin there: none reads another's."""
     rng = random.Random(seed)
+    monkeypatch.setattr(torch_engine, "PART_TOKENS", rng.choice([3, 7, CONTEXT]))
     models = {version: make_model(seed=version) for version in range(4)}
     paths = {version: save_weights(tmp_path / f"{version}.safetensors", seed=version) for version in models}
     engine, done, asked = decoder(prompt_cache_mib=rng.choice([0, 1])), {}, 0

@@ -144,8 +144,11 @@ def _become(request: dict[str, Any], pipes: list[tuple[int, int]]) -> None:
         resource.RLIMIT_CORE: 1,  # 0 would still start the host's handler of crashes
         resource.RLIMIT_STACK: STACK_BYTES,
     }
-    for name, limit in limits.items():  # at the lower limit of CPU time comes SIGXCPU, which tells why
-        resource.setrlimit(name, (limit, limit + (name == resource.RLIMIT_CPU)))
+    for name, limit in limits.items():
+        _, most = resource.getrlimit(name)  # this machine may allow less
+        hard = limit + (name == resource.RLIMIT_CPU)  # at the lower limit of CPU time comes SIGXCPU, which tells why
+        hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        resource.setrlimit(name, (min(limit, hard), hard))
     _filter(bytes.fromhex(sys.argv[1]))
 
 

@@ -54,8 +54,9 @@ class Sandbox:
             raise
         if (found.status, found.stdout) != ("ok", "42\n"):
             self.close()
+            last = found.stderr.strip().rpartition("\n")[2][:200]
             raise UserError(
-                f"The sandbox fails with these limits: print(6 * 7) gave {found.status} {found.stderr[:200]!r}.",
+                f"The sandbox fails with these limits: print(6 * 7) gave {found.status}{last and ': '}{last}.",
                 "Raise the limits, of memory first.",
             )
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,3 +204,14 @@ def test_what_a_sandbox_is_given_needs_no_pipe_that_may_hold_too_little() -> Non
     content = os.urandom(4 << 20)  # more than any pipe holds
     with launching._file_with(content) as fd, open(os.dup(fd), "rb") as file:
         assert file.read() == content
+
+
+def test_a_machine_that_allows_less_than_the_limits_is_taken_as_it_is() -> None:
+    """Its own limits hold then; nobody may raise them, and each program failed."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (500, 500))\n"
+        "from actors.reward.sandbox import Limits, Sandbox\n"
+        "with Sandbox(Limits(processes=1000)) as sandbox: print(sandbox.run_blocking('print(1)').status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
