@@ -303,6 +303,12 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> tuple[str, str]:
             return f"name is {_brief(value)}", f"It must consist of {allowed}."
         case "model_type" | "dict_type" | "model_attributes_type":
             return f"{key} is {_brief(value)}", "It must be a section with keys of its own."
+        case "tuple_type" | "list_type":
+            return f"{key} is {_brief(value)}", "It must be a list, such as [a, b]."
+        case "too_long":
+            return f"{key} is {_brief(value)}", f"It may hold {limits['max_length']} at most."
+        case "too_short":
+            return f"{key} is {_brief(value)}", f"It must hold {limits['min_length']} at least."
     said = error["msg"].removeprefix("Input should be ").removeprefix("Value should ").partition(", unable to")[0]
     return f"{key} is {_brief(value)}", f"It must be {said}."
 

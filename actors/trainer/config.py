@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 from actors.trainer.presets import Algorithm, with_preset
 from actors.trainer.sections import (
     AdvantageConfig,
+    Beta,
     CorrectionConfig,
     CriticConfig,
     KlConfig,
@@ -89,7 +90,7 @@ class TrainerConfig(Config):
     lora: LoraConfig | None = None  # train adapters, and publish only these
     minibatches: PositiveInt = 1  # optimizer steps a training step
     lr: PositiveFloat = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     adam_eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)  # training steps of linear warm-up
@@ -201,7 +202,7 @@ class SftConfig(Config):
     steps: PositiveInt = 1500
     batch_tokens: PositiveInt = 1024
     lr: PositiveFloat = 3e-3
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: float = Field(default=0.01, ge=0)
     warmup_steps: int = Field(default=40, ge=0)
     min_lr_ratio: float = Field(default=0.02, ge=0, le=1)  # the linear decay ends here

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from schemas.config import Config
 
 Level = Literal["none", "batch", "group"]
+Beta = Annotated[float, Field(ge=0, lt=1)]  # how much AdamW keeps of a moment; torch refuses others
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -66,6 +67,11 @@ class CorrectionConfig(Config):
             )
         if self.lower is not None and self.upper is not None and self.lower >= self.upper:
             raise ValueError(f"lower {self.lower} is not below upper {self.upper}: nothing would be in bounds")
+        if self.upper is not None and self.upper <= 0 and self.metric != "k1":
+            raise ValueError(
+                f"upper {self.upper} with metric {self.metric!r}, which is never below 0: nothing would be in bounds "
+                "=> Set upper above 0, or to null for no bound."
+            )
         return self
 
 
