@@ -42,8 +42,10 @@ FORBIDDEN = {
 REFUSED = {
     "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "setpriority": (141, 140),
+    "sync": (162, 81), "syncfs": (306, 267),
 }  # fmt: skip
-"""Fails with EPERM. A process may call them on others of its user: a program could starve its supervisor."""
+"""Fails with EPERM. A process may call them on others of its user: a program could starve its supervisor. The last two
+have all disks of the machine written out."""
 SHARED_BYTES_MAX = 16 << 20
 """Of one mapping of shared memory. Its pages stay, and are seen nowhere, when all but one of them are unmapped."""
 SIGNALS = {

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from actors.reward.config import RewardConfig
 from actors.reward.pool import RewardPool
 from tests.actors.sandbox.hostile_deaths import DEATHS
+from tests.actors.sandbox.hostile_endings import ENDINGS
 from tests.actors.sandbox.hostile_escapes import ESCAPES
 from tests.actors.sandbox.hostile_hidden import HIDDEN
 from tests.actors.sandbox.hostile_programs import HOSTILE
 
-PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS, *HIDDEN)}
+PROGRAMS = {name: (part, source) for name, part, source in (*HOSTILE, *ESCAPES, *DEATHS, *ENDINGS, *HIDDEN)}
 TEST_TIME_S = 0.7
 CHILDREN = 2
 
