@@ -1,6 +1,7 @@
 """How much memory all processes of a sandbox use together, as seen from outside, with what they try to hide."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from actors.reward.sandbox.seccomp import SHARED_BYTES_MAX
 
 _COUNTED = ("RssAnon:", "VmSwap:", "HugetlbPages:")
 _MAPS_BYTES_MAX = 2 << 20  # of all lists of mappings; that of an honest process has some hundred of 100 bytes each
-_SOCKET_BYTES = 2 * 212_992  # that the kernel keeps at most of what was sent to one and not received, by its defaults
+_SEND_BUFFER = Path("/proc/sys/net/core/wmem_default")
 _BEYOND_ALL = 1 << 62
 
 
@@ -30,7 +31,16 @@ def used_bytes(root: int) -> int:
         shared |= set(_shared(maps))
         if process.name != str(root):  # which is in the host's network
             sockets = max(sockets, _sockets(process))
-    return private + len(shared) * SHARED_BYTES_MAX + sockets * _SOCKET_BYTES
+    return private + len(shared) * SHARED_BYTES_MAX + sockets * _socket_bytes()
+
+
+@functools.cache
+def _socket_bytes() -> int:
+    """What the kernel keeps at most of what was sent by one and not received: its buffer, and the last message."""
+    try:
+        return 2 * int(_SEND_BUFFER.read_text())
+    except (OSError, ValueError):
+        return 2 * 212_992  # as Linux has it where nobody has set another
 
 
 def _family(root: int) -> Iterator[tuple[Path, list[Path]]]:

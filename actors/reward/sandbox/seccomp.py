@@ -61,6 +61,8 @@ _MMAP = (9, 222)
 _MAP_SHARED = 1
 _SOCKET = (41, 198)
 _AF_UNIX = 1
+_SETSOCKOPT = (54, 208)
+_SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _FCNTL = (72, 25)
 _TIMER_CREATE = (222, 107)
 _SIGKILL, _F_SETSIG, _RLIMIT_CPU, _EXIT_SIGNAL = 9, 10, 0, 0xFF
@@ -102,6 +104,12 @@ def bpf(machine: str | None = None) -> bytes:
         _instruction(_JUMP_EQUAL, _AF_UNIX, 1, 0),  # the C library asks there for the names of users, and is content
         *kill,
         _instruction(_RETURN, _ERRNO | _EPERM),
+        _instruction(_JUMP_EQUAL, _SETSOCKOPT[column], 0, 7),
+        *(_instruction(_LOAD, _ARG1), _instruction(_JUMP_EQUAL, _SOL_SOCKET, 0, 4)),
+        *(_instruction(_LOAD, _ARG2), _instruction(_JUMP_EQUAL, _SO_SNDBUF, 1, 0)),
+        _instruction(_JUMP_EQUAL, _SO_SNDBUFFORCE, 0, 1),
+        _instruction(_RETURN, _ERRNO | _EPERM),  # the kernel keeps as much as that for each socket
+        _instruction(_RETURN, _ALLOW),
         _instruction(_JUMP_EQUAL, _MMAP[column], 0, 7),
         *(_instruction(_LOAD, _ARG3), _instruction(_JUMP_SET, _MAP_SHARED, 0, 5)),
         *(_instruction(_LOAD, _ARG1_HIGH), _instruction(_JUMP_EQUAL, 0, 0, 2)),

@@ -62,6 +62,11 @@ for _ in range(38):
     if not os.fork(): hold()
 time.sleep(9)
 """),
+    ("memory_of_sockets_with_large_buffers", "failed", """
+import socket
+one, other = socket.socketpair()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+"""),
     ("memory_of_mappings", "memory", """
 import ctypes, os, time
 libc = ctypes.CDLL(None)
