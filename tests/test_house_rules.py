@@ -42,7 +42,7 @@ LIGHT_BESIDE_ENGINES = {
     "actors/rollout/actor.py", "actors/rollout/config.py", "actors/rollout/engine.py", "actors/trainer/config.py",
     "actors/trainer/advantages.py", "actors/trainer/aggregation.py", "actors/trainer/credit.py",
     "actors/trainer/gae.py", "actors/trainer/metrics.py", "actors/trainer/outline.py",
-    "actors/trainer/overlong.py", "actors/trainer/presets.py", "actors/trainer/process.py",
+    "actors/trainer/overlong.py", "actors/trainer/own.py", "actors/trainer/presets.py", "actors/trainer/process.py",
     "actors/trainer/ranks.py", "actors/trainer/samples.py", "actors/trainer/sections.py",
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "safetensors")

@@ -7,7 +7,7 @@ of turns take the place of what is between. No torch.
 Shapes: B samples; m_i = trained tokens of sample i, T_i = its response tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from actors.trainer import advantages as adv
 from actors.trainer.config import TrainerConfig
 from actors.trainer.gae import gae
 from actors.trainer.overlong import overlong_penalty
+from actors.trainer.own import call
 from actors.trainer.samples import TrainSample
 from actors.trainer.turns import turn_advantages
 from schemas.errors import UserError
@@ -195,15 +196,20 @@ def _own(
 ) -> tuple[Floats, ...]:
     name = getattr(function, "__name__", "advantages")
     remedy = "It must return one number for each sample, or an array of one number for each of its response tokens."
-    found = function(samples, rewards)
-    if len(found) != len(samples):
+    found = call(f"The advantage function {name}", function, samples, rewards)
+    count = len(found) if isinstance(found, Sized) else f"a {type(found).__name__}, not"
+    if count != len(samples):
         raise UserError(
-            f"The advantage function {name} returned {len(found)} advantages for {len(samples)} samples.",
+            f"The advantage function {name} returned {count} advantages for {len(samples)} samples.",
             remedy,
         )
     out = []
     for sample, mask, given in zip(samples, masks, found, strict=True):
-        of_tokens = np.asarray(given, dtype=np.float64)
+        try:
+            of_tokens = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor with a gradient
+            told = f"The advantage function {name} returned no numbers for sample {sample.sample_id}: {error}"
+            raise UserError(told, remedy) from error
         if of_tokens.ndim > 1 or (of_tokens.ndim == 1 and len(of_tokens) != len(mask)):
             raise UserError(
                 f"The advantage function {name} returned shape {of_tokens.shape} for sample {sample.sample_id}, which "

@@ -23,6 +23,7 @@ from actors.trainer.config import (
     TrainerConfig,
 )
 from actors.trainer.learner import Learner
+from actors.trainer.own import call
 from actors.trainer.presets import PRESETS
 from schemas.errors import UserError
 from tests.actors.naive_step import NaiveLearner, logprobs_of
@@ -257,6 +258,18 @@ def short(samples, rewards):
 
 def broken(samples, rewards):
     return rewards / 0.0
+
+def nothing(samples, rewards):
+    rewards.mean()
+
+def words(samples, rewards):
+    return ["good"] * len(samples)
+
+def mistyped(tokens, config):
+    return tokens.logprob.sum()
+
+def one(samples):
+    return [0.0] * len(samples)
 """
 
 
@@ -279,6 +292,10 @@ def test_a_loss_and_an_advantage_of_ones_own_are_one_file(tmp_path):
         ({"loss": "mine.py:los"}, "no function los"),
         ({"advantage": {"function": "mine.py:short"}}, "15 advantages for 16 samples"),
         ({"advantage": {"function": "mine.py:broken"}}, "not finite"),
+        ({"advantage": {"function": "mine.py:nothing"}}, "a NoneType, not advantages for 16 samples"),
+        ({"advantage": {"function": "mine.py:words"}}, "no numbers for sample .*'good'"),
+        ({"advantage": {"function": "mine.py:one"}}, "one raised TypeError: .* 1 positional argument but 2 were given"),
+        ({"loss": "mine.py:mistyped"}, r"mistyped raised AttributeError in .*mine.py, line 28: .*'logprob'"),
         ({"reference": "./nowhere"}, "no model folder"),
     ],
 )
@@ -288,3 +305,15 @@ def test_what_is_wrong_with_ones_own_function_is_said(tmp_path, config, says):
     (tmp_path / "mine.py").write_text(OWN)
     with pytest.raises(UserError, match=says):
         Learner(qwen3(), TrainerConfig(**config), base=tmp_path).step(0, samples())
+
+
+def test_want_of_memory_in_ones_own_loss_is_no_fault_of_its_line():
+    """The next try may find room, so the process begins anew; as an error of the user's it would end the run."""
+
+    for kind in (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+
+        def hungry(kind=kind):
+            raise kind("out of memory")
+
+        with pytest.raises(kind):
+            call("The loss", hungry)

@@ -19,6 +19,7 @@ from actors.trainer.losses.gspo import gspo
 from actors.trainer.losses.ppo import ppo
 from actors.trainer.losses.reinforce import reinforce
 from actors.trainer.losses.sapo import sapo, sapo_sequence
+from actors.trainer.own import call
 from schemas.errors import UserError
 
 __all__ = ["Loss", "LossInputs", "PolicyLoss", "load_loss"]
@@ -41,7 +42,7 @@ def load_loss(name: str, base: Path | None = None) -> Loss:
     function = load_function(name, base, builtins=LOSSES)
 
     def own(tokens: LossInputs, config: TrainerConfig) -> PolicyLoss:
-        return _checked(name, function(tokens, config), tokens)
+        return _checked(name, call(f"The loss {name}", function, tokens, config), tokens)
 
     return Loss(own, coupled=False)
 
