@@ -43,17 +43,25 @@ def prepare_model(config: ModelConfig, base: Path, cache: Path, seed: int) -> st
     if config.make is not None:
         return str(_made(config.make, load_function(config.make, base), cache, seed))
     assert config.path is not None
-    folder = base / Path(config.path).expanduser()
+    return find_model(config.path, base, "model.path")
+
+
+def find_model(path: str, base: Path, key: str) -> str:
+    """The folder of the model that the recipe's `key` names: a folder by `base`, or fetched from the hub.
+
+    Raises `UserError`.
+    """
+    folder = base / Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"The model folder {folder} has no config.json.", "It must be one that transformers wrote.")
         return str(folder.resolve())
-    if not _HUB_NAME.fullmatch(config.path) or config.path.startswith("."):
-        raise UserError(f"There is no model folder {folder}.", "Correct model.path; it is relative to the recipe.")
-    return _fetched(config.path, folder)
+    if not _HUB_NAME.fullmatch(path) or path.startswith("."):
+        raise UserError(f"There is no model folder {folder}.", f"Correct {key}; it is relative to the recipe.")
+    return _fetched(path, folder, key)
 
 
-def _fetched(name: str, folder: Path) -> str:
+def _fetched(name: str, folder: Path, key: str) -> str:
     """The local copy of a model of the hub; fetched unless it is there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -67,7 +75,7 @@ def _fetched(name: str, folder: Path) -> str:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"The model '{name}' is neither a folder ({folder}) nor to be had from the hub: {reason}.",
-            "Correct model.path, or fetch the model where there is a network and name its folder.",
+            f"Correct {key}, or fetch the model where there is a network and name its folder.",
         ) from error
 
 

@@ -7,14 +7,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from actors.trainer.sections import LORA_REMEDY
+from actors.trainer.sections import INITIAL, LORA_REMEDY
 from ops.host import EXIT_USER_ERROR, ProcessSpec
 from ops.recipe import Recipe
 from schemas import UserError
 
 
 def check_files(recipe: Recipe) -> None:
-    """Draw a row of the data, held-out data too, and load all functions that the recipe names; look for peft and vLLM.
+    """Draw a row of the data, held-out data too, load all functions that the recipe names, and look for the reference,
+    peft and vLLM.
 
     Raises `UserError`.
     """
@@ -24,6 +25,7 @@ def check_files(recipe: Recipe) -> None:
     from actors.reward.pool import RewardPool
     from actors.rollout.vllm_versions import check_installed
     from ops.datasets import check_reward, load_dataset
+    from ops.models import find_model
 
     for held_out in (False, True) if recipe.data.eval is not None else (False,):
         # all of it is looked through when the model's tokenizer is there, before the warm start
@@ -35,6 +37,8 @@ def check_files(recipe: Recipe) -> None:
             "trainer.lora needs the package peft, which is not installed here.",
             LORA_REMEDY,
         )
+    if recipe.trainer.reference not in (None, INITIAL):
+        find_model(str(recipe.trainer.reference), recipe.base, "trainer.reference")  # a model of the hub is there then
     if recipe.rollout.engine == "vllm":
         check_installed()
     predicate = recipe.rollout.stop_early.predicate if recipe.rollout.stop_early is not None else None

@@ -33,8 +33,9 @@ from actors.trainer.optimizer import PolicyOptimizer, WholeOptimizer
 from actors.trainer.outline import spread
 from actors.trainer.packing import padding_fraction
 from actors.trainer.ranks import OneRank, Ranks
-from actors.trainer.reference import INITIAL, load_reference
+from actors.trainer.reference import load_reference
 from actors.trainer.samples import TrainSample
+from actors.trainer.sections import INITIAL
 from actors.trainer.tally import Tally
 from bus.adapter import Adapter
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from actors.trainer.sections import INITIAL
 from schemas.errors import UserError
-
-INITIAL = "initial"
 
 
 def load_reference(name: str, model: PreTrainedModel, base: Path | None, initial: Path | None) -> PreTrainedModel:
@@ -28,7 +27,7 @@ def load_reference(name: str, model: PreTrainedModel, base: Path | None, initial
             f"There is no model folder {folder}.", "Correct trainer.reference; it is relative to the recipe."
         )
     try:
-        reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        reference = _loaded(source)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The reference policy {source} cannot be loaded: {str(error).splitlines()[0]}",
@@ -43,6 +42,19 @@ def load_reference(name: str, model: PreTrainedModel, base: Path | None, initial
         )
     reference.to(device=model.device)  # type: ignore[call-arg]  # in place; its signature is lost in a decorator
     return _frozen(reference)
+
+
+def _loaded(source: str) -> PreTrainedModel:
+    """The hub is asked only for what is not here: a run goes on when it cannot be reached."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True
+        )
+    except OSError:
+        if Path(source).is_dir():
+            raise
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return model
 
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from schemas.config import Config
 
 Level = Literal["none", "batch", "group"]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # how much AdamW keeps of a moment; torch refuses others
+INITIAL = "initial"  # as `trainer.reference`: version 0
 KlEstimator = Literal["k1", "k2", "k3"]
 
 

@@ -59,3 +59,15 @@ def test_a_mistake_in_a_file_is_told_with_its_name(tmp_path: Path, file: str, te
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=told):
         check_files(recipe)
+
+
+@pytest.mark.parametrize("reference", ["./elsewhere", "nowhere", "empty"])
+def test_a_reference_that_is_not_there_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    """Where the hub does not answer the trainer asked it again and again, and the run stood still without a word."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=reference.strip("./")):
+        check_files(load_recipe(write(tmp_path), [f"trainer.reference={reference}"]))
