@@ -77,7 +77,7 @@ class RolloutConfig(Config):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights and of the KV cache")
     threads: int = Field(1, ge=1, le=1024, description="torch threads of one worker process")
     prefill_tokens: int = Field(
-        2048, ge=1, description="padded tokens of one prefill forward; a longer single prompt is a forward of its own"
+        2048, ge=1, description="padded tokens of one prefill forward; a longer prompt takes several"
     )
     prompt_cache_mib: int = Field(
         256,

@@ -40,13 +40,18 @@ class SlotCache(Cache):
         self._values: list[Tensor] = []
         self._rows = slice(0, 0)
         self._length = 0
+        self._start = 0
         self._positions_N: Tensor | None = None
         self._row_index_N: Tensor | None = None
         self._source_N: Tensor | None = None
 
-    def for_prefill(self, first_row: int, source_N: NDArray[np.int64]) -> None:
-        """The next forward starts rows `first_row + i` with its sequence number `source_N[i]`, from position 0."""
+    def for_prefill(self, first_row: int, source_N: NDArray[np.int64], start: int = 0) -> None:
+        """The next forward puts its sequence number `source_N[i]` into row `first_row + i`, from position `start` on.
+
+        What stands before `start` it sees, which works for one row only.
+        """
         self._rows = slice(first_row, first_row + len(source_N))
+        self._start = start
         self._source_N = torch.from_numpy(source_N)
         self._positions_N = None
 
@@ -81,16 +86,18 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Called by the model: store a layer's new keys and values, return those that its queries may see."""
         decoding = self._positions_N is not None
-        self._reserve(layer_idx, key_states, value_states, self._length if decoding else key_states.shape[2])
+        length = self._length if decoding else self._start + key_states.shape[2]
+        self._reserve(layer_idx, key_states, value_states, length)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if decoding:
             keys[self._row_index_N, :, self._positions_N] = key_states[:, :, 0]
             values[self._row_index_N, :, self._positions_N] = value_states[:, :, 0]
-            return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
-        length = key_states.shape[2]
-        keys[self._rows, :, :length] = key_states[self._source_N]
-        values[self._rows, :, :length] = value_states[self._source_N]
-        return key_states, value_states
+            return keys[self._rows, :, :length], values[self._rows, :, :length]
+        keys[self._rows, :, self._start : length] = key_states[self._source_N]
+        values[self._rows, :, self._start : length] = value_states[self._source_N]
+        if self._start == 0:
+            return key_states, value_states
+        return keys[self._rows, :, :length], values[self._rows, :, :length]
 
     def _reserve(self, layer: int, key_states: Tensor, value_states: Tensor, length: int) -> None:
         if layer == len(self._keys):

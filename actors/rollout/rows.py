@@ -38,7 +38,7 @@ class _Sample:
 
 
 class Moves(NamedTuple):
-    """Which of the ready rows were overwritten, and with which."""
+    """Which rows were overwritten, and with which."""
 
     to: I64
     source: I64
@@ -182,7 +182,7 @@ class Rows:
             self._samples[gap] = self._samples[row]
         del self._samples[staying:]
         self.count, self.ready = staying, ready
-        return Moves(to, source)
+        return Moves(all_to, all_source)
 
     def sort(self, first: int) -> None:
         """Order rows [first:count] by length, equal sequences side by side. Their caches, if any, become wrong."""

@@ -53,8 +53,9 @@ PADDED_PROMPTS = 8
 # A share of a cache that is rebuilt takes about as long as so many steps of decoding, and so many seconds in any case.
 # With more, the gaps between tokens are longer. With fewer, the rebuilding is, as its steps decode a part of the rows
 # only: that costs little where a step's time follows from its rows, and much where it does not, as with small models.
-REBUILD_STEPS = 3
+REBUILD_STEPS = 2
 REBUILD_S = 0.1
+PART_TOKENS = 16  # of a sequence that is prefilled in parts, at least
 
 
 class Decoder:
@@ -81,6 +82,7 @@ class Decoder:
         self.rebuilding_s = 0.0  # of that
         self._step_s = 0.0  # of the newest step, and
         self._prefilled_per_s = 0.0  # tokens of the newest prefill: what the size of a share follows
+        self._begun = (-1, 0)  # the ticket of the row that is prefilled in part, and its tokens that are
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(ATTENTION)
         self._model: Any = model.train(False)  # its classes are typed only in part
@@ -145,7 +147,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
-        """Draw one token for every sequence. Returns those that it finished, by ticket; their rows are free at once.
+        """Draw one token for every sequence that is not `rebuilding`. Returns those that it finished, by ticket; their
+        rows are free at once.
 
         Raises `NonFiniteLogitsError`.
         """
@@ -153,6 +156,8 @@ class Decoder:
         if rows.count == 0:
             return []
         self._rebuild()
+        if rows.ready == 0:
+            return []
         started = time.perf_counter()
         lengths_N = rows.lengths[: rows.ready]
         length, empty = int(lengths_N.max()), 0
@@ -244,6 +249,7 @@ class Decoder:
             if self.config.on_update == "recompute":
                 self._rows.ready = 0
                 self._rows.sort(0)
+                self._begun = (-1, 0)
         self.swapping_s += time.perf_counter() - started
 
     def _leave(self, leaving_N: NDArray[np.bool_]) -> None:
@@ -278,7 +284,7 @@ class Decoder:
         self.swapping_s += took_s
 
     def _prefill(self, tokens: int = sys.maxsize) -> int:
-        """Make rows ready that are not: the next ones of about so many tokens, and one at least. They are sorted.
+        """Make rows ready that are not, in order, as far as so many tokens go. They are sorted.
 
         Returns how many tokens were computed.
         """
@@ -293,16 +299,24 @@ class Decoder:
         return computed
 
     def _prefill_next(self, tokens: int) -> int:
-        """Cache all tokens but the newest of the next rows of like lengths, in one padded forward of at most `tokens`.
+        """Cache all tokens but the newest of the next rows of like lengths, in one padded forward of at most `tokens`;
+        or a part of one row, if it has more.
 
         Equal sequences (a group's samples share their prompt) are computed once and stored for each; those that were
         computed before are copied. Returns how many tokens were computed.
         """
         rows = self._rows
-        if known := self._prompts.get(rows.tokens_of(rows.ready)[:-1].tobytes()):
+        sequence = rows.tokens_of(rows.ready)[:-1]
+        if known := self._prompts.get(sequence.tobytes()):
             self._cache.write(slice(rows.ready, rows.ready + 1), known)
             rows.ready += 1
             return 0
+        ticket, begun = self._begun
+        begun = begun if ticket == rows.ticket(rows.ready) else 0
+        part = min(len(sequence) - begun, max(tokens, PART_TOKENS))
+        if not self.config.deterministic and part < len(sequence):
+            self._prefill_part(sequence[: begun + part], begun)
+            return part
         sequences: list[I64] = []
         sources: list[int] = []
         for row in range(rows.ready, rows.count):
@@ -314,9 +328,25 @@ class Decoder:
             if new:
                 sequences.append(sequence)
             sources.append(len(sequences) - 1)
-        self._prefill_forward(rows.ready, sequences, np.array(sources, dtype=np.int64))
+        self._prefill_forward(sequences, np.array(sources, dtype=np.int64))
         rows.ready += len(sources)
         return sum(map(len, sequences))
+
+    def _prefill_part(self, sequence: I64, begun: int) -> None:
+        """Cache the tokens of the next row from `begun` to the end of `sequence`; with the last of them it is ready,
+        and so are the rows behind it that are equal."""
+        rows = self._rows
+        self._prefill_forward([sequence[begun:]], np.zeros(1, dtype=np.int64), begun)
+        self._begun = (rows.ticket(rows.ready), len(sequence))
+        if len(sequence) < rows.lengths[rows.ready] - 1:
+            return
+        first, rows.ready = rows.ready, rows.ready + 1
+        equal = rows.ready
+        while equal < rows.count and np.array_equal(rows.tokens_of(equal)[:-1], sequence):
+            equal += 1
+        if equal > rows.ready:
+            self._cache.write(slice(rows.ready, equal), self._cache.read(first, len(sequence)))
+            rows.ready = equal
 
     def _fits(self, sequences: list[I64], length: int, tokens: int) -> bool:
         """Whether a sequence of `length`, no shorter than those before it, may join them in a forward of `tokens`."""
@@ -328,7 +358,8 @@ class Decoder:
         """Rows of a deterministic prefill forward, which follow from the length alone."""
         return max(1, min(PADDED_PROMPTS, self.config.prefill_tokens // _rounded(length)))
 
-    def _prefill_forward(self, first: int, sequences: list[I64], sources: I64) -> None:
+    def _prefill_forward(self, sequences: list[I64], sources: I64, begun: int = 0) -> None:
+        """Into the next rows go the sequences that `sources` say; behind `begun` tokens that are there, if one does."""
         count, length = len(sequences), len(sequences[-1])  # the longest: rows are sorted
         if length == 0:
             return
@@ -337,12 +368,13 @@ class Decoder:
         ids_UT = np.zeros((count, length), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             ids_UT[row, : len(sequence)] = sequence
-        device = self._model.device
-        positions_1T = torch.arange(length, device=device)[None]
-        causal_TT = positions_1T <= positions_1T.T  # padding is on the right, where no real token looks
-        self._cache.for_prefill(first, sources)
+        seen_1L = torch.arange(begun + length, device=self._model.device)[None]
+        positions_1T = seen_1L[:, begun:]
+        causal_TL = seen_1L <= positions_1T.T  # padding is on the right, where no real token looks
+        self._cache.for_prefill(self._rows.ready, sources, begun)
         positions_1T = positions_1T.clamp(max=self.max_context - 1)  # padding may reach beyond what the model knows
-        self._forward(torch.from_numpy(ids_UT).to(device), positions_1T, self._additive(causal_TT)[None, None])
+        ids = torch.from_numpy(ids_UT).to(self._model.device)
+        self._forward(ids, positions_1T, self._additive(causal_TL)[None, None])
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Logits of the last position, float32 [N, V]."""
