@@ -37,6 +37,7 @@ def test_a_rank_that_is_killed_comes_back_with_the_others_and_one_rank_goes_on(
 ) -> None:
     run = launch(f"steps={STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=1")
     run.until_step(2)
+    run.until("the other rank's step", lambda: 2 in trained_by_other(run))
     job, ranks = run.pid("trainer"), rank_pids(run)
     assert set(ranks) == {0, 1}
     os.kill(ranks[1], signal.SIGKILL)
