@@ -106,6 +106,10 @@ class Decoder:
         torch.set_num_threads(config.threads)
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+        for (
+            parameter
+        ) in model.parameters():  # pages of the file as yet: the first update would wait while each is copied
+            parameter.data = parameter.data.clone()
         return cls(model, config, version)
 
     @property

@@ -1,4 +1,5 @@
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -417,6 +418,18 @@ def test_weights_come_from_a_saved_model_too(tmp_path):
     updated = decoder(seed=0)
     updated.load(0, tmp_path)
     assert run(started, [request("r")])["r"].tokens == run(updated, [request("r")])["r"].tokens == expected.tokens
+
+
+def test_weights_are_no_pages_of_the_file_that_they_came_from(tmp_path):
+    """The first update had to copy the pages that it wrote, and to read them from the disk if they were not in memory
+    any more: seconds without a token, where all later ones take hundredths."""
+    make_model().save_pretrained(tmp_path)
+    engine = Decoder.from_pretrained(tmp_path, RolloutConfig(slots=1))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    ranges = [[int(address, 16) for address in fields[0].split("-")] for fields in maps]
+    for parameter in engine._model.parameters():
+        assert not any(start <= parameter.data_ptr() < stop for start, stop in ranges)
+    assert run(engine, [request("r", new=3)])["r"].tokens == run(decoder(), [request("r", new=3)])["r"].tokens
 
 
 def test_bfloat16_stays_near_float32():
