@@ -52,9 +52,20 @@ def configure(file: Path | None = None, *, run: str = "", actor: str = "", conso
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_Library()], level=logging.WARNING, force=True)
+    quiet_libraries()
+    warnings.showwarning = _warned
+
+
+def quiet_libraries() -> None:
+    """Keep from a person what libraries warn of and we handle or do not use."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.showwarning = _warned
+    logging.getLogger("DeepSpeed").addFilter(_worth_saying)
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """DeepSpeed, which transformers imports where it is installed, warns of each machine that has no GPU."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 class _Output:

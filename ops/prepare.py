@@ -151,7 +151,9 @@ def _warm_start(recipe: Recipe, source: str, tokenizer: HfTokenizer, aside: Path
 def main(recipe_yaml: str, folder: Path) -> None:
     """`prepare` as the whole of a process. Exits with 2 after a `UserError`, which it leaves in a file."""
     from ops.host import EXIT_USER_ERROR, ProcessSpec
+    from ops.logging import quiet_libraries
 
+    quiet_libraries()
     spec = ProcessSpec((("trainer", "prepare"),), "", "", folder, recipe_yaml)
     spec.error_file.parent.mkdir(parents=True, exist_ok=True)
     spec.error_file.unlink(missing_ok=True)

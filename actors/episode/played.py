@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable
 
 from actors.episode.builtin import Episode
-from actors.episode.lines import their_line
 from actors.episode.policy import Bound, FailedElsewhere, Policy
 from actors.episode.trajectory import EmptyTrajectory, Trajectory
+from actors.lines import their_line
 from schemas import MalformedMessage, Prompt
 
 

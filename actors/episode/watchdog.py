@@ -19,9 +19,9 @@ from types import FrameType
 
 import structlog
 
-from actors.episode.lines import their_line
 from actors.episode.policy import GivenUp
 from actors.episode.running import Running
+from actors.lines import their_line
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from actors.episode.lines import their_line
+from actors.lines import their_line
 from schemas.errors import UserError
 
 _MACHINE = ("MemoryError", "OutOfMemoryError", "AcceleratorError")  # torch's too: no fault of the line, try again

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +57,20 @@ def test_without_a_file_and_a_terminal_the_lines_go_to_standard_error() -> None:
     done = run()
     assert [json.loads(line)["level"] for line in done.stderr.splitlines()] == ["info", "warning", "warning", "error"]
     assert done.stdout == ""
+
+
+def test_a_machine_without_a_gpu_is_no_news() -> None:
+    """The first thing that a newcomer saw was a warning of DeepSpeed, of which nothing had been asked."""
+    pytest.importorskip("deepspeed")
+    program = "from ops.logging import quiet_libraries; quiet_libraries(); import deepspeed"
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "accelerator" not in done.stdout + done.stderr

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 _OURS = tuple(_ROOT / name for name in ("actors", "bus", "ops", "schemas", "cli.py"))
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
