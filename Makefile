@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests that run at once. Many of them wait for processes, so two take half the time even on two cores.
 TEST_JOBS ?= 2
 
-.PHONY: run smollm2 test test-vllm chaos kills sim clean
+.PHONY: run smollm2 test test-vllm properties chaos kills sim clean
 
 run: $(STAMP)
 	$(BIN)/rollstream run recipes/running_total.yaml
@@ -29,6 +29,12 @@ test: $(STAMP)
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. tests/vllm
+
+# Property tests with examples that nobody has seen, ROUNDS times; what they find becomes an @example.
+ROUNDS ?= 10
+properties: $(STAMP)
+	for round in $$(seq $(ROUNDS)); do \
+	  $(BIN)/python -m pytest -m hypothesis --hypothesis-profile search -n $(TEST_JOBS) --dist worksteal || exit 1; done
 
 chaos: $(STAMP)
 	$(BIN)/rollstream chaos recipes/running_total.yaml

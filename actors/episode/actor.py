@@ -22,6 +22,7 @@ from actors.episode.capacity import LOOK_S, LOOK_SOON_S, Capacity
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
 from actors.episode.deaths import DEATHS_MAX, Deaths
+from actors.episode.encoding import Encoding
 from actors.episode.exchange import Exchange
 from actors.episode.played import in_words, played
 from actors.episode.policy import GivenUp, Policy
@@ -65,6 +66,7 @@ class EpisodeWorker:
         self._deaths = deaths or Deaths(bus, config.what, config.at_once)
         self._function = function
         self._tokenizer = tokenizer
+        self._encoding = Encoding(tokenizer)
         self._max_new_tokens = max_new_tokens
         self._replayable = function.replayable
         self._keeps_time = getattr(function, "keeps_time", False)
@@ -123,6 +125,7 @@ class EpisodeWorker:
                     task.cancel()
                 await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
                 self._deaths.close()
+                self._encoding.close()
                 await self._function.close()
 
     async def _look(self) -> None:
@@ -183,7 +186,8 @@ class EpisodeWorker:
             async with deadline:
                 for retry in range(tries):
                     attempt = 0 if self._replayable else again * tries + retry
-                    policy = Policy(prompt, self._exchange, self._tokenizer, self.config, self._max_new_tokens, attempt)
+                    most = self._max_new_tokens
+                    policy = Policy(prompt, self._exchange, self._tokenizer, self._encoding, self.config, most, attempt)
                     try:
                         work = played(self._function, prompt, policy, functools.partial(self._cut_short, prompt))
                         trajectory = await Marked(self._deaths.running, slot, work)

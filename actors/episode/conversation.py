@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from actors.episode.encoding import Encodes, Encoding
 from actors.episode.exchange import OnTokens
 from actors.episode.tool_calls import ToolCall, parse_tool_calls
 from schemas import Answer, Finish
@@ -38,11 +39,8 @@ class Spells(Protocol):
         """A token as text; special ones too."""
 
 
-class Tokenizer(Spells, Protocol):
+class Tokenizer(Spells, Encodes, Protocol):
     """What a conversation needs of a tokenizer; `ops.text.HfTokenizer` is it."""
-
-    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
-        """Token ids of a text that begins a conversation, as it stands."""
 
     def quoted(self, text: str) -> str:
         """A text whose special tokens `encode` takes for text."""
@@ -73,12 +71,18 @@ class Conversation:
     """
 
     def __init__(
-        self, policy: Policy, tokenizer: Tokenizer, prompt: str | Sequence[Message], tools: Sequence[Message] = ()
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        encoding: Encoding,
+        prompt: str | Sequence[Message],
+        tools: Sequence[Message] = (),
     ) -> None:
         self.messages: list[Message] = []
         self.tokens: tuple[int, ...] = ()
         self._policy = policy
         self._tokenizer = tokenizer
+        self._encoding = encoding
         self._prompt = prompt
         self._tools = tools
         self._told = ""  # the rendered conversation that the last answer is the answer to
@@ -96,7 +100,7 @@ class Conversation:
 
         Raises `Bound` as `Policy.generate`; what was told then stays told.
         """
-        self.tell(said)
+        await self.tell(said)
         [answer] = await self._policy.generate(
             self.tokens, max_new_tokens=max_new_tokens, stop=stop, on_tokens=on_tokens
         )
@@ -106,20 +110,21 @@ class Conversation:
         self._reply = reply
         return reply
 
-    def tell(self, said: str | Message | Sequence[Message] = ()) -> None:
+    async def tell(self, said: str | Message | Sequence[Message] = ()) -> None:
         """Append messages to the tokens. Once between two answers."""
         new = messages_of(said)
         if isinstance(self._prompt, str):
             if not self.tokens:
-                self.tokens = self._tokenizer.encode_prompt(self._prompt)
+                self.tokens = await self._encoding.encode_prompt(self._prompt)
             for message in new:
                 content = str(message["content"])
                 told = self._tokenizer.quoted(content) if message.get("role") == "tool" else content
-                self.tokens += self._tokenizer.encode(told)
+                self.tokens += await self._encoding.encode(told)
         else:
             told = self._tokenizer.render([*self._prompt, *self.messages, *new], self._tools)
             glue = self._glue(told)
-            self.tokens = self._tokenizer.encode(told) if glue is None else self.tokens + self._tokenizer.encode(glue)
+            encoded = await self._encoding.encode(told if glue is None else glue)
+            self.tokens = encoded if glue is None else self.tokens + encoded
             self._told = told
         self.messages.extend(new)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Conversation, Tokenizer
+from actors.episode.encoding import Encoding
 from actors.episode.exchange import Answered, OnTokens
 from actors.episode.trajectory import Said, Trajectory
 from schemas import Answer, DropReason, Finish, Prompt, Turn
@@ -71,6 +72,7 @@ class Policy:
         prompt: Prompt,
         exchange: Asks,
         tokenizer: Tokenizer,
+        encoding: Encoding,
         config: EpisodeConfig,
         max_new_tokens: int,
         attempt: int = 0,
@@ -81,6 +83,7 @@ class Policy:
         self.asking = 0  # questions that the model has not answered
         self.conversations: list[Conversation] = []
         self.log = Log()
+        self._encoding = encoding
         self._exchange = exchange
         self._config = config
         self._max_new_tokens = max_new_tokens
@@ -151,7 +154,7 @@ class Policy:
 
     def chat(self, tools: Sequence[dict[str, Any]] = ()) -> Conversation:
         """A conversation that begins with the prompt. `tools` are told by the chat template, in OpenAI's format."""
-        conversation = Conversation(self, self.tokenizer, self.prompt.prompt, tools)
+        conversation = Conversation(self, self.tokenizer, self._encoding, self.prompt.prompt, tools)
         self.conversations.append(conversation)
         return conversation
 

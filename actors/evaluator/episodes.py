@@ -14,6 +14,7 @@ from typing import TypeAlias
 from actors.episode.builtin import Episode
 from actors.episode.config import EpisodeConfig
 from actors.episode.conversation import Tokenizer
+from actors.episode.encoding import Encoding
 from actors.episode.exchange import Answered, OnTokens
 from actors.episode.played import in_words, played
 from actors.episode.policy import GivenUp, Policy
@@ -109,6 +110,7 @@ class Episodes:
         self._config = config
         self._function = function
         self._tokenizer = tokenizer
+        self._encoding = Encoding(tokenizer)
         self._sampling = sampling
         self._decode = decode
         self._room = asyncio.Semaphore(config.at_once)
@@ -119,6 +121,7 @@ class Episodes:
 
     async def close(self) -> None:
         """After the last one."""
+        self._encoding.close()
         await self._function.close()
 
     @contextlib.asynccontextmanager
@@ -160,7 +163,7 @@ class Episodes:
                 for retry in range(config.retries + 1):
                     attempt = 0 if self._function.replayable else retry
                     most = self._sampling.max_new_tokens
-                    policy = Policy(prompt, answers, self._tokenizer, config, most, attempt)
+                    policy = Policy(prompt, answers, self._tokenizer, self._encoding, config, most, attempt)
                     try:
                         trajectory = await played(self._function, prompt, policy, lambda reason: None)
                         return rollout_of(prompt, trajectory, per_turn=config.samples == "turn")

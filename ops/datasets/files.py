@@ -54,7 +54,7 @@ class JsonLines:
         start = 0
         with _opened(path) as file:
             for line, text in enumerate(file, start=1):
-                if text.strip(b" \t\r\n" if line > 1 else b" \t\r\n" + _BOM):
+                if (text if line > 1 else text.removeprefix(_BOM)).strip(b" \t\r\n"):
                     self._starts.append(start)
                     self._lines.append(line)
                 start += len(text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ops.datasets import DataConfig, FileRows, load_dataset
@@ -165,6 +165,8 @@ def naive(data: bytes) -> list[tuple[int, Any]]:
 
 
 @settings(max_examples=150)
+@example([], "\n", False, False, b"\xef", 0)  # the beginning of a byte order mark is none
+@example([], "\n", True, True, b"", 0)
 @given(
     st.lists(LINE, max_size=8),
     st.sampled_from(["\n", "\r\n"]),

@@ -21,6 +21,7 @@ from ops.nats_server import NatsServer
 from ops.replay.into_bus import REPLAYED, main, merged, parse_speed, parse_streams
 from ops.replay.into_bus import lay_down as lay
 from schemas import UserError
+from tests.bus.samples import fetch_until
 from tests.ops.recorded_run import STEPS as STEPS_DONE
 from tests.ops.recorded_run import altered
 
@@ -89,7 +90,7 @@ async def test_workers_that_join_find_only_what_is_open(recorded: Path, tmp_path
             last = (await bus.info(stream)).last_seq
             assert (await bus.backlog(consumer)).pending == (last - min(left) + 1 if left else 0)
             async with bus.subscribe(consumer) as subscription:
-                given = await subscription.fetch(1000, 1.0 if left else 0.1)
+                given = await fetch_until(subscription, last - min(left) + 1 if left else 0)
                 assert set(left) <= {delivery.entry.seq for delivery in given}
     finally:
         await bus.close()

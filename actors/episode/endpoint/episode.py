@@ -18,8 +18,8 @@ import structlog
 
 from actors import clock
 from actors.episode.config import EpisodeConfig
+from actors.episode.encoding import Encoding
 from actors.episode.endpoint.agents import AgentFailed, Agents
-from actors.episode.endpoint.encoding import Encoding
 from actors.episode.endpoint.messages import kept
 from actors.episode.endpoint.place import Place
 from actors.episode.endpoint.prompt_text import ChatTokenizer

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from actors.episode.conversation import Spells, without_end
+from actors.episode.encoding import Encodes
 from schemas import UserError
 
 MARK = "\u2063rollstream answer\u2063"  # invisible separators: no message holds it
 
 
-class ChatTokenizer(Spells, Protocol):
+class ChatTokenizer(Spells, Encodes, Protocol):
     """What the endpoint needs of the model's tokenizer; `ops.text.HfTokenizer` is it."""
 
     @property
@@ -25,9 +26,6 @@ class ChatTokenizer(Spells, Protocol):
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], **options: Any) -> str:
         """The chat by the model's template, ready for the next answer. Raises `UserError` for what it refuses."""
-
-    def encode_prompt(self, prompt: Any) -> tuple[int, ...]:
-        """Token ids of a text as the beginning of a prompt."""
 
 
 def text_after(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from actors import clock
-from actors.episode.endpoint.encoding import Encoding
+from actors.episode.encoding import Encoding
 from actors.episode.endpoint.errors import ApiError, bad
 from actors.episode.endpoint.formats import Reading
 from actors.episode.endpoint.messages import digest, fingerprint, kept, read_kept

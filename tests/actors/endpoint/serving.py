@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 
+from actors.episode.encoding import Encoding
 from actors.episode.endpoint.config import EndpointConfig
-from actors.episode.endpoint.encoding import Encoding
 from actors.episode.endpoint.registry import Registry
 from actors.episode.endpoint.server import Server
 from actors.episode.endpoint.session import Session

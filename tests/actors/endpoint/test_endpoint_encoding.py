@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 import types
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.episode.endpoint import encoding
+from actors.episode import encoding
 from actors.episode.endpoint.asking import ask_texts
 from actors.episode.endpoint.bodies import CompletionBody
 from tests.actors.endpoint.serving import Endpoint
@@ -28,7 +29,7 @@ def asked(kind: str, client: Any, text: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["chat", "completions", "responses"])
 async def test_others_are_answered_while_a_long_text_is_encoded(endpoint: Endpoint, kind: str) -> None:
-    encoded, apart = threading.Event(), endpoint.encoding._there
+    encoded, apart = threading.Event(), copy.deepcopy(endpoint.tokenizer)
 
     class Held:
         def encode(self, text: str) -> tuple[int, ...]:
